@@ -1,0 +1,1 @@
+"""Ulysses sequence parallelism for training transformers on long sequences in JAX."""

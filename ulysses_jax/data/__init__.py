@@ -1,0 +1,1 @@
+"""Text or token files → memory-mapped token stores → batches → global device arrays."""

@@ -1,0 +1,1 @@
+"""Everything that knows about devices: mesh, sharding policy, head plan and exchange."""

@@ -1,0 +1,54 @@
+"""The ('data', 'seq') device mesh, in an order that keeps a sequence group inside a node."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+DATA = "data"
+SEQ = "seq"
+AXES = (DATA, SEQ)
+"""Both axes, data first: the order in which ZeRO numbers its data × sequence ranks."""
+
+
+def make_mesh(data: int, seq: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh of `data` × `seq` devices, all axes Auto.
+
+    Args:
+      data: size of the 'data' axis; −1 takes as many as the devices allow.
+      seq: size of the 'seq' axis: how many devices share one sequence.
+      devices: the devices to use; all of them by default.
+
+    'seq' is the fastest axis over devices sorted by process, so that the all-to-alls of one
+    sequence group cross as few nodes as they can.
+
+    Raises:
+      ValueError: the mesh needs more devices than there are, leaves some of several processes
+        without work, or `data` = −1 finds a count that `seq` does not divide.
+    """
+    found = sorted(
+        jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id)
+    )
+    count = len(found)
+    if data == -1:
+        if count % seq and count > seq:
+            raise ValueError(
+                f"mesh.seq = {seq} does not divide the {count} devices; "
+                f"use a divisor of {count}, or give mesh.data a number"
+            )
+        data = max(1, count // seq)
+    needed = data * seq
+    if needed > count:
+        raise ValueError(
+            f"mesh.data × mesh.seq = {data} × {seq} = {needed} devices, but there "
+            f"{'is' if count == 1 else 'are'} {count}; use a smaller mesh, or simulate on CPU "
+            f"with mesh.simulated_devices = {needed}"
+        )
+    used = found[:needed]
+    if {d.process_index for d in used} != {d.process_index for d in found}:
+        raise ValueError(
+            f"mesh.data × mesh.seq = {data} × {seq} = {needed} leaves whole processes of the "
+            f"{count} devices idle; use mesh.data = {count // seq}"
+        )
+    return Mesh(np.asarray(used).reshape(data, seq), AXES, axis_types=(AxisType.Auto,) * 2)

@@ -1,0 +1,44 @@
+"""Ulysses attention where the mesh axes are manual: exchange, local attention, exchange back."""
+
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from ulysses_jax.attention.select import LocalAttention
+from ulysses_jax.attention.spec import AttentionSpec
+from ulysses_jax.parallel.exchange import heads_to_seq, seq_to_heads
+from ulysses_jax.parallel.heads import HeadPlan
+
+
+def exchanged_attention(
+    q_BsHD: Float[Array, "B s H D"],
+    k_BsKD: Float[Array, "B s K D"],
+    v_BsKD: Float[Array, "B s K D"],
+    spec: AttentionSpec,
+    *,
+    local: LocalAttention,
+    axis: str,
+    scale: float,
+) -> Float[Array, "B s H D"]:
+    """Attention over the whole sequence from inside a `shard_map` region (paper, section 3.1).
+
+    Args:
+      q_BsHD, k_BsKD, v_BsKD: this device's contiguous part of the sequence, all heads.
+      spec: the mask, described over the whole sequence: its arrays are [B, S], not [B, s].
+      local: attention on one device, such as `attention_function("blockwise")`.
+      axis: the manual mesh axis over which the sequence is split.
+      scale: factor of the scores, usually D^(−1/2).
+
+    Raises:
+      ValueError: the axis size does not divide the heads.
+
+    The output is named `attn_exchanged` for remat policies. On an axis of size 1 nothing is
+    exchanged.
+    """
+    ways = lax.axis_size(axis)
+    if ways == 1:
+        return local(q_BsHD, k_BsKD, v_BsKD, spec, scale)[0]
+    HeadPlan.of(q_BsHD.shape[2], k_BsKD.shape[2], ways)
+    q_BShD, k_BSgD, v_BSgD = (seq_to_heads(x, axis) for x in (q_BsHD, k_BsKD, v_BsKD))
+    out_BShD, _ = local(q_BShD, k_BSgD, v_BSgD, spec, scale)
+    return checkpoint_name(heads_to_seq(out_BShD, axis), "attn_exchanged")

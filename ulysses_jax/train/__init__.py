@@ -1,0 +1,1 @@
+"""Composition: config, loss, step, optimizer, checkpoints, metrics and the loop."""
