@@ -112,8 +112,7 @@ def _runs_of(q_ids_BS: Int[Array, "B S"], kv_ids_BT: Int[Array, "B T"]) -> KeyRa
         q_ids_S: Int[Array, " S"], kv_ids_T: Int[Array, " T"], run_end_T: Int[Array, " T"]
     ) -> KeyRanges:
         order_T = jnp.argsort(kv_ids_T, stable=True)
-        # method="sort": the default one loops with a fresh carry, which check_vma refuses.
-        rank_S = jnp.searchsorted(kv_ids_T[order_T], q_ids_S, method="sort")
+        rank_S = jnp.searchsorted(kv_ids_T[order_T], q_ids_S)
         first_S = order_T[jnp.minimum(rank_S, kv_ids_T.size - 1)].astype(jnp.int32)
         found_S = kv_ids_T[first_S] == q_ids_S
         return KeyRanges(jnp.where(found_S, first_S, 0), jnp.where(found_S, run_end_T[first_S], 0))

@@ -6,6 +6,7 @@ a device: the label of a slice's last token lies in the next slice, and nobody s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import grain
 import jax
@@ -30,10 +31,10 @@ class Batch:
         segments_BS: 0, 1, … for the documents of a row in turn; None without a document mask.
     """
 
-    tokens_BS: Int32[np.ndarray | jax.Array, "*A B S"]
-    labels_BS: Int32[np.ndarray | jax.Array, "*A B S"]
-    positions_BS: Int32[np.ndarray | jax.Array, "*A B S"]
-    segments_BS: Int32[np.ndarray | jax.Array, "*A B S"] | None
+    tokens_BS: Int32[Any, "*A B S"]
+    labels_BS: Int32[Any, "*A B S"]
+    positions_BS: Int32[Any, "*A B S"]
+    segments_BS: Int32[Any, "*A B S"] | None
 
 
 class TrainBatches:

@@ -44,7 +44,7 @@ def generate(
     Raises:
       ValueError: prompt and continuation together are longer than the model's length.
     """
-    B, S = prompt_BS.shape
+    S = prompt_BS.shape[1]
     check_length(arch, S, tokens)
 
     def sample(logits_BV: Array, index: Array) -> Array:
@@ -116,9 +116,9 @@ def _extend(
         attended_BSHD, _ = local(q_BSHD, keys, values, spec, arch.head_dim**-0.5)
         return block.finish(x_BSE, attended_BSHD), new
 
-    x_BSE, cache = lax.scan(layer, x_BSE, (params["blocks"], cache))
+    x_BSE, extended = lax.scan(layer, x_BSE, (params["blocks"], cache))
     head = nnx.merge(graph["head"], fetch("head", params["head"]))
     table_VE = head.table[...] if head.table is not None else stored["tokens"]
     last_BE = head.norm(x_BSE[:, -1])
     logits_BV = jnp.einsum("be,ve->bv", last_BE, table_VE, preferred_element_type=jnp.float32)
-    return logits_BV, cache
+    return logits_BV, extended

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), rotating half against half as Llama does."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), half against half like Llama."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

@@ -9,11 +9,11 @@ KINDS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?%?([\w.\-, %]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_INSTRUCTION = re.compile(
-    rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\((.*)$"
+_CALLED = re.compile(
+    r"(?:body|condition|to_apply|calls|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\((.*)$")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,6 @@ def _loops_around(bodies: dict[str, list[str]]) -> dict[str, tuple[int, int | No
 
 
 def _called(line: str) -> Iterable[str]:
-    for names in _CALLED.findall(line):
-        for name in names.split(","):
+    for several, one in _CALLED.findall(line):
+        for name in (several or one).split(","):
             yield name.strip().lstrip("%")

@@ -61,9 +61,7 @@ def _tap_forward(whole: Array, slot: Array, dim: int, logical: int, dtype: str) 
     return _tap(whole, slot, dim, logical, dtype), jax.ShapeDtypeStruct(whole.shape, whole.dtype)
 
 
-def _tap_backward(
-    dim: int, logical: int, dtype: str, whole: jax.ShapeDtypeStruct, g: Array
-) -> Any:
+def _tap_backward(dim: int, logical: int, dtype: str, whole: jax.ShapeDtypeStruct, g: Array) -> Any:
     return jnp.zeros(whole.shape, whole.dtype), _scatter(g, dim, whole.shape[dim])
 
 

@@ -153,8 +153,8 @@ class Checkpoints:
         return step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def latest_step(self) -> int | None:
-        """The newest step with a whole manifest, or None. Does not read the arrays' files."""
-        return next(filter(self._has_manifest, self._steps()), None)
+        """See the function of the same name."""
+        return latest_step(self._directory)
 
     def check(self) -> None:
         """Raises what the last save failed with, if it has failed by now. Never blocks."""
@@ -179,14 +179,7 @@ class Checkpoints:
             self._orbax.close()
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step:08d}"
-
-    def _steps(self) -> list[int]:
-        """The committed steps, newest first."""
-        if not self._directory.is_dir():
-            return []
-        names = (_STEP_NAME.fullmatch(path.name) for path in self._directory.iterdir())
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        return _step_path(self._directory, step)
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -202,19 +195,14 @@ class Checkpoints:
 
     def _prune(self, newly_saved: int) -> None:
         """Deletes verified checkpoints beyond the newest `keep`, but never the one just saved."""
-        verified = [step for step in self._steps() if self._has_manifest(step)]
+        verified = [
+            step for step in _committed_steps(self._directory) if _has_manifest(self._path(step))
+        ]
         for step in verified[self._keep :]:
             if step != newly_saved:
                 path = self._path(step)
                 doomed = path.rename(path.with_name(path.name + _DELETING_SUFFIX))
                 shutil.rmtree(doomed)
-
-    def _has_manifest(self, step: int) -> bool:
-        try:
-            manifest.read(self._path(step))
-        except DamagedCheckpoint:
-            return False
-        return True
 
     def _delete_unfinished(self) -> None:
         if self._directory.is_dir():
@@ -226,7 +214,7 @@ class Checkpoints:
         return self._path(step).exists() and self._usable(step) is not None
 
     def _choose(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-        steps = self._steps()
+        steps = _committed_steps(self._directory)
         if not steps:
             raise ValueError(
                 f"there is no checkpoint in {self._directory}: start the run without resuming, or "
@@ -312,6 +300,32 @@ class Checkpoints:
         if "error" in outcome:
             raise ValueError(outcome["error"])
         return outcome["result"]
+
+
+def latest_step(directory: Path) -> int | None:
+    """The newest step with a whole manifest, or None. Does not read the arrays' files."""
+    steps = _committed_steps(directory)
+    return next((step for step in steps if _has_manifest(_step_path(directory, step))), None)
+
+
+def _committed_steps(directory: Path) -> list[int]:
+    """The steps that Orbax committed, newest first."""
+    if not directory.is_dir():
+        return []
+    names = (_STEP_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
+def _step_path(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:08d}"
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        manifest.read(path)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 def _broadcast(outcome: dict[str, Any]) -> dict[str, Any]:

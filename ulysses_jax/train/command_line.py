@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -80,11 +81,15 @@ def run_command_line(main: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit code.
 
     A ValueError, which is how a user's mistake is raised everywhere here, becomes one line on
-    stderr and code 2. An interrupt that the command did not handle becomes code 130.
+    stderr and code 2; one that a library raised is a mistake of ours and keeps its traceback. An
+    interrupt that the command did not handle becomes code 130.
     """
     try:
         return main() or 0
     except ValueError as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(__file__).parents[1] not in Path(raised_in).parents:
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -39,9 +39,7 @@ def evaluate(
 ) -> EvalResult:
     """Runs `loss_sum`, the jitted `Program.loss_sum`, over all of `batches`, of `shape` [B, S]."""
     results = []
-    with closing(
-        device_batches(batches.read, shape, policy.batch(), 0, len(batches))
-    ) as arrays:
+    with closing(device_batches(batches.read, shape, policy.batch(), 0, len(batches))) as arrays:
         for batch in arrays:
             results.append(loss_sum(params, batch))
     fetched = jax.device_get(results)

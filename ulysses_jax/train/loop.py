@@ -65,9 +65,7 @@ class Evaluator:
     policy: ShardingPolicy
 
     @classmethod
-    def of(
-        cls, config: Config, arch: Architecture, policy: ShardingPolicy, corpus: Corpus
-    ) -> Self:
+    def of(cls, config: Config, arch: Architecture, policy: ShardingPolicy, corpus: Corpus) -> Self:
         """Batches as large as a training micro-batch."""
         rows = config.train.global_batch // config.train.accumulate
         program = Program(arch, policy, config.train.remat, config.train.loss_chunk)

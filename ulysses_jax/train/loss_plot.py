@@ -7,9 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 
-def plot_losses(
-    records: list[dict[str, Any]], references: dict[str, float], path: Path
-) -> None:
+def plot_losses(records: list[dict[str, Any]], references: dict[str, float], path: Path) -> None:
     """Draws training and held-out loss over the steps, in bits per token.
 
     Args:

@@ -51,9 +51,7 @@ class MetricsWriter:
       console: the terminal.
     """
 
-    def __init__(
-        self, folder: RunFolder, start: int, steps: int, log_every: int, console: Console
-    ):
+    def __init__(self, folder: RunFolder, start: int, steps: int, log_every: int, console: Console):
         keep_lines_until(folder.metrics, start)
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(folder.path), purge_step=start + 1)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
 EXCHANGED = ("attn_q", "attn_k", "attn_v", "attn_out", "attn_lse", "attn_exchanged")
 """What the exchanges and the local attention kernel made, by the names they give."""

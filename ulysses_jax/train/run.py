@@ -2,18 +2,17 @@
 
 import sys
 from contextlib import closing
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.table import Table
 
-from ulysses_jax.data.batches import Batch, EvalBatches, TrainBatches
+from ulysses_jax.data.batches import Batch, TrainBatches
 from ulysses_jax.data.bigram import bigram_entropy
-from ulysses_jax.data.store import Corpus, prepare
+from ulysses_jax.data.store import Corpus
 from ulysses_jax.model.config import Architecture
 from ulysses_jax.parallel.backend import (
     Processes,
@@ -26,14 +25,16 @@ from ulysses_jax.parallel.mesh import SEQ, make_mesh
 from ulysses_jax.parallel.sharding import ShardingPolicy
 from ulysses_jax.train.checkpoint import Checkpoints
 from ulysses_jax.train.command_line import to_yaml
-from ulysses_jax.train.config import Config, DataConfig, DistributedConfig
+from ulysses_jax.train.config import Config, DistributedConfig
+from ulysses_jax.train.corpus import is_text, open_corpus
+from ulysses_jax.train.identity import identity_of
 from ulysses_jax.train.loop import Evaluator, NonFinite, Trainer, train
 from ulysses_jax.train.loss_plot import plot_losses
 from ulysses_jax.train.metrics import read_lines
 from ulysses_jax.train.optimizer import learning_rate_schedule, make_optimizer, warmup_used
 from ulysses_jax.train.plan import compiled_table, plan_table
 from ulysses_jax.train.run_folder import RunFolder, replace_text
-from ulysses_jax.train.sampling import sample_text
+from ulysses_jax.train.sampling import decode, sample_text
 from ulysses_jax.train.state import abstract_state, make_init, sharding_policy, state_shardings
 from ulysses_jax.train.step import Program, make_train_step
 
@@ -66,29 +67,6 @@ def run(config: Config) -> int:
 def processes_of(config: DistributedConfig) -> Processes:
     """The processes that `distributed.*` describes."""
     return Processes(config.coordinator, config.num_processes, config.process_id, config.detect)
-
-
-def open_corpus(config: DataConfig) -> Corpus:
-    """Opens, and where needed makes, the token stores that `data.*` describes."""
-    return prepare(
-        config.source,
-        Path(config.cache_dir).expanduser(),
-        heldout_tokens=config.heldout_tokens,
-        token_dtype=config.token_dtype,
-        document_end=config.document_end,
-    )
-
-
-def identity_of(arch: Architecture, policy: ShardingPolicy, fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint is compared by before it is restored: nothing that a mesh decides."""
-    fields = asdict(arch)
-    # How attention is computed does not change what a model is.
-    del fields["attention"]
-    shapes = {
-        jax.tree_util.keystr(path, simple=True, separator="."): list(placement.logical)
-        for path, placement in jax.tree_util.tree_leaves_with_path(policy.placements)
-    }
-    return {"model": fields, "shapes": shapes, "data": {"fingerprint": fingerprint}}
 
 
 def _require_divisible_batch(config: Config, data: int) -> None:
@@ -164,12 +142,16 @@ def _train(
         arch.vocab_size,
     )
     evaluator = Evaluator.of(config, arch, policy, corpus)
-    jax.experimental.multihost_utils.sync_global_devices("every process has checked the folder")
+    multihost_utils.sync_global_devices("every process has checked the folder")
     if jax.process_index() == 0:
         folder.create(to_yaml(config), f"{corpus.description}\n{corpus.fingerprint}\n")
     identity = identity_of(arch, policy, corpus.fingerprint)
+
+    def report(message: str) -> None:
+        console.print(message, markup=False, soft_wrap=True)
+
     with closing(
-        Checkpoints(folder.checkpoints, config.checkpoint.keep, identity, console.print)
+        Checkpoints(folder.checkpoints, config.checkpoint.keep, identity, report)
     ) as checkpoints:
         try:
             end = train(config, trainer, batches, evaluator, checkpoints, folder, resumes, console)
@@ -195,7 +177,7 @@ def _finish(
     params: dict[str, Any],
     console: Console,
 ) -> None:
-    text = corpus.train.tokens.dtype == np.uint8
+    text = is_text(config.data.source)
     room = min(config.train.sample_tokens, arch.max_seq_len - 1)
     if room > 0:
         start = corpus.heldout.tokens[: min(64, arch.max_seq_len - room)]
@@ -223,13 +205,6 @@ def _finish(
         console.print(f"[dim]{_escaped(prompt)}[/dim]{_escaped(continued)}", highlight=False)
         console.rule()
     console.print(f"run folder: {folder.path}  (loss plot: {folder.loss_plot})", highlight=False)
-
-
-def decode(tokens: list[int], text: bool) -> str:
-    """Tokens as text if they are bytes, else as their ids separated by spaces."""
-    if text:
-        return bytes(min(t, 255) for t in tokens).decode("utf-8", errors="replace")
-    return " ".join(map(str, tokens)) + " "
 
 
 def _escaped(text: str) -> str:

@@ -1,18 +1,19 @@
 """The run folder: what lies in it, and whether a run may start or resume there.
 
-    config.yaml      the complete config of the newest start (`--config` reads it back)
-    data.txt         what the run reads, with the fingerprint of the tokens
-    metrics.jsonl    a line per step and per evaluation (format: `metrics.py`)
-    events.*         the same for TensorBoard
-    checkpoints/     see `checkpoint.py`
-    loss.png         the loss curves
-    sample.txt       a text sampled from the trained model
-    profile/         traces for TensorBoard or Perfetto, with train.profile_steps
+config.yaml      the complete config of the newest start (`--config` reads it back)
+data.txt         what the run reads, with the fingerprint of the tokens
+metrics.jsonl    a line per step and per evaluation (format: `metrics.py`)
+events.*         the same for TensorBoard
+checkpoints/     see `checkpoint.py`
+loss.png         the loss curves
+sample.txt       a text sampled from the trained model
+profile/         traces for TensorBoard or Perfetto, with train.profile_steps
 """
 
 import os
 from pathlib import Path
 
+from ulysses_jax.train.checkpoint import latest_step
 from ulysses_jax.train.command_line import RUN_CONFIG
 from ulysses_jax.train.config import Resume
 
@@ -44,7 +45,7 @@ class RunFolder:
           ValueError: the folder holds a run and `resume` is false, holds no checkpoint and it is
             true, or cannot be written.
         """
-        has_checkpoint = self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*"))
+        has_checkpoint = latest_step(self.checkpoints) is not None
         if resume is True and not has_checkpoint:
             raise ValueError(
                 f"checkpoint.resume is true, but {self.path} holds no checkpoint; give the "

@@ -77,3 +77,28 @@ def sample_text(
         policy.whole,
     )
     return jax.device_get(sampler(params, *inputs))[0].tolist()
+
+
+def encode(prompt: str, text: bool) -> list[int]:
+    """The tokens of a prompt: its bytes, or the ids in it for a model of a tokenizer's tokens.
+
+    Raises:
+      ValueError: an id is not a number.
+    """
+    if text:
+        return list(prompt.encode("utf-8"))
+    try:
+        return [int(word) for word in prompt.split()]
+    except ValueError as error:
+        raise ValueError(
+            f"the prompt is {prompt!r}, but this model was trained on a .bin of token ids; give "
+            "the ids as numbers separated by spaces"
+        ) from error
+
+
+def decode(tokens: list[int], text: bool) -> str:
+    """Tokens as text if they are bytes, else as their ids separated by spaces."""
+    if text:
+        # A vocabulary above 256 has tokens that no text trained, and no byte stands for.
+        return bytes(t if t < 256 else 0x3F for t in tokens).decode("utf-8", errors="replace")
+    return " ".join(map(str, tokens)) + " "

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from ulysses_jax.model.config import Architecture
 from ulysses_jax.model.gpt import init_params
@@ -20,15 +20,15 @@ from ulysses_jax.parallel.sharding import ShardingPolicy
 )
 @dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint holds.
+    """What a checkpoint holds; also a tree of the same form for abstract values or shardings.
 
     Attributes:
-      step: batches consumed, an int32 scalar; it also numbers the next batch.
+      step: Int[Array, ""], batches consumed; it also numbers the next batch.
       params: float32 parameters as stored (padded, sharded).
       moments: the optax state, its count included.
     """
 
-    step: Int[Array, ""]
+    step: Any
     params: dict[str, Any]
     moments: Any
 
@@ -39,9 +39,7 @@ def sharding_policy(arch: Architecture, mesh: Mesh, stage: int) -> ShardingPolic
     return ShardingPolicy.of(shapes, mesh, stage)
 
 
-def state_shardings(
-    policy: ShardingPolicy, optimizer: optax.GradientTransformation
-) -> TrainState:
+def state_shardings(policy: ShardingPolicy, optimizer: optax.GradientTransformation) -> TrainState:
     """A sharding for every leaf of the state."""
     return TrainState(
         policy.whole,
@@ -57,9 +55,7 @@ def make_init(
 
     def init(key: PRNGKeyArray) -> TrainState:
         params = jax.tree.map(
-            lambda w, p: jnp.pad(
-                w, [(0, s - n) for s, n in zip(p.stored, p.logical, strict=True)]
-            ),
+            lambda w, p: jnp.pad(w, [(0, s - n) for s, n in zip(p.stored, p.logical, strict=True)]),
             init_params(arch, key),
             policy.placements,
         )

@@ -74,9 +74,7 @@ class Program:
             segments_BS = lax.all_gather(segments_Bs, SEQ, axis=1, tiled=True)
         return partial(
             exchanged_attention,
-            spec=AttentionSpec(
-                causal=True, q_segment_ids=segments_BS, kv_segment_ids=segments_BS
-            ),
+            spec=AttentionSpec(causal=True, q_segment_ids=segments_BS, kv_segment_ids=segments_BS),
             local=attention_function(self.arch.attention),
             axis=SEQ,
             scale=self.arch.head_dim**-0.5,

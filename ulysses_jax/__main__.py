@@ -1,0 +1,36 @@
+"""`python -m ulysses_jax generate …` and `evaluate …`: what to do with a trained run."""
+
+import sys
+
+from ulysses_jax.train.command_line import parse_evaluate, parse_generate, run_command_line
+
+USAGE = """usage: python -m ulysses_jax generate --run_dir DIR --prompt TEXT [--tokens N …]
+       python -m ulysses_jax evaluate --run_dir DIR [--data.source …] [--mesh.seq N …]
+
+Give --help after a command for its keys. Training is `python train.py --help`."""
+
+
+def main() -> int:
+    """Runs the command that the first argument names; JAX is imported only after parsing."""
+    command, arguments = sys.argv[1:2], sys.argv[2:]
+    if command == ["generate"]:
+        generation = parse_generate(arguments)
+
+        from ulysses_jax.train.inference import generate_text
+
+        return generate_text(generation)
+    if command == ["evaluate"]:
+        evaluation = parse_evaluate(arguments)
+
+        from ulysses_jax.train.inference import evaluate_run
+
+        return evaluate_run(evaluation)
+    if command in (["--help"], ["-h"]):
+        print(USAGE)
+        return 0
+    given = repr(command[0]) if command else "nothing"
+    raise ValueError(f"the command is {given}; use generate or evaluate (--help shows both)")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command_line(main))
