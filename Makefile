@@ -1,0 +1,32 @@
+# make train: the quickstart; make test: the whole suite; make lint: format, lint and types.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A fresh run folder each time: an existing run is never overwritten.
+RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: train test lint clean
+
+train: $(VENV)/installed
+	$(BIN)/python train.py --config configs/quickstart.yaml --run_dir $(RUN_DIR)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,155 @@
+"""The compiled step holds the collectives of the design and no others, and nothing whole."""
+
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from ulysses_jax.data.batches import Batch
+from ulysses_jax.parallel.collectives import collectives
+from ulysses_jax.parallel.mesh import make_mesh
+from ulysses_jax.train.config import OptimizerConfig
+from ulysses_jax.train.optimizer import learning_rate_schedule, make_optimizer
+from ulysses_jax.train.state import (
+    abstract_state,
+    make_init,
+    sharding_policy,
+    state_shardings,
+)
+from ulysses_jax.train.step import Program, make_train_step
+
+LAYERS = 3
+BATCH, SEQUENCE = 4, 24
+MESH = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def arch(tiny_architecture):
+    # Grouped kv heads, so that q and out have other sizes than k and v.
+    return tiny_architecture(
+        num_layers=LAYERS, num_heads=8, num_kv_heads=4, embed_dim=32, mlp_dim=40, vocab_size=64
+    )
+
+
+def _lower(arch, policy, remat="exchange", masked=False):
+    config = OptimizerConfig()
+    optimizer = make_optimizer(config, 10)
+    step = jax.jit(
+        make_train_step(
+            Program(arch, policy, remat, 8), optimizer, learning_rate_schedule(config, 10)
+        ),
+        donate_argnums=0,
+        out_shardings=(state_shardings(policy, optimizer), policy.whole),
+    )
+    array = jax.ShapeDtypeStruct((1, BATCH, SEQUENCE), np.int32, sharding=policy.batch(leading=1))
+    batch = Batch(array, array, array, array if masked else None)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return step.lower(abstract_state(arch, policy, optimizer), batch, key)
+
+
+def _compiled(arch, stage, remat="exchange", masked=False):
+    policy = sharding_policy(arch, make_mesh(*MESH), stage)
+    return policy, _lower(arch, policy, remat, masked).compile()
+
+
+@pytest.fixture(scope="module")
+def zero3(arch):
+    policy, compiled = _compiled(arch, 3)
+    return policy, compiled, collectives(compiled.as_text())
+
+
+def _layer_weights(policy):
+    """Elements of each layer's weights, in order of size."""
+    return Counter(math.prod(p.stored[1:]) for p in jax.tree.leaves(policy.placements["blocks"]))
+
+
+def test_eight_all_to_alls_a_layer_of_the_sizes_of_q_k_v_and_out(zero3, arch):
+    _, _, found = zero3
+    exchanges = [c for c in found if c.kind == "all-to-all"]
+    tokens = BATCH * SEQUENCE // 8
+    q, k = (tokens * heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads))
+    # q and out, k and v; forward and backward.
+    assert Counter(c.elements for c in exchanges) == {q: 4, k: 4}
+    assert all(c.loops == 1 and c.runs == LAYERS for c in exchanges)
+
+
+def test_weights_are_gathered_inside_the_layer_loop_once_a_pass(zero3):
+    policy, _, found = zero3
+    inside = [c for c in found if c.kind == "all-gather" and c.loops == 1]
+    weights = _layer_weights(policy)
+    assert Counter(c.elements for c in inside) == weights + weights
+    assert all(c.runs == LAYERS for c in inside)
+
+
+def test_outside_the_loop_only_embedding_and_head_are_gathered(zero3):
+    policy, _, found = zero3
+    outside = Counter(c.elements for c in found if c.kind == "all-gather" and c.loops == 0)
+    parts = policy.placements["embedding"], policy.placements["head"]
+    assert outside == Counter(math.prod(p.stored) for p in jax.tree.leaves(parts))
+
+
+def test_every_gradient_leaves_by_one_reduce_scatter(zero3):
+    policy, _, found = zero3
+    scattered = [c for c in found if c.kind == "reduce-scatter"]
+    shards = Counter({n // 8: count for n, count in _layer_weights(policy).items()})
+    assert Counter(c.elements for c in scattered if c.loops == 1) == shards
+    parts = policy.placements["embedding"], policy.placements["head"]
+    assert Counter(c.elements for c in scattered if c.loops == 0) == Counter(
+        math.prod(p.stored) // 8 for p in jax.tree.leaves(parts)
+    )
+
+
+def test_nothing_else_is_communicated_but_scalars(zero3):
+    _, _, found = zero3
+    others = [c for c in found if c.kind in ("all-reduce", "collective-permute")]
+    assert all(c.loops == 0 and all(shape == () for shape in c.shapes) for c in others)
+
+
+@pytest.mark.parametrize(("remat", "count"), [("full", 12), ("none", 8)])
+def test_recomputation_decides_the_number_of_all_to_alls(arch, remat, count):
+    policy, compiled = _compiled(arch, 3, remat)
+    found = collectives(compiled.as_text())
+    assert sum(c.kind == "all-to-all" for c in found) == count
+    # Also where everything is kept, weights are not: they are gathered again.
+    inside = [c for c in found if c.kind == "all-gather" and c.loops == 1]
+    assert len(inside) == 2 * len(jax.tree.leaves(policy.placements["blocks"]))
+
+
+def test_document_masks_add_one_gather_of_segment_ids_a_step(arch, zero3):
+    _, _, plain = zero3
+    _, compiled = _compiled(arch, 3, masked=True)
+    found = collectives(compiled.as_text())
+    added = Counter((c.kind, c.elements) for c in found) - Counter(
+        (c.kind, c.elements) for c in plain
+    )
+    assert added == {("all-gather", BATCH // 2 * SEQUENCE): 1}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lower_stages_reduce_as_their_row_of_the_table_says(arch, stage):
+    policy, compiled = _compiled(arch, stage)
+    found = collectives(compiled.as_text())
+    in_loop = Counter(c.kind for c in found if c.loops == 1)
+    weights = len(jax.tree.leaves(policy.placements["blocks"]))
+    assert in_loop["all-to-all"] == 8
+    assert in_loop["all-gather"] == 0
+    assert in_loop["reduce-scatter"] == (weights if stage == 2 else 0)
+    # XLA joins the all-reduces of a layer into fewer.
+    assert (in_loop["all-reduce"] > 0) == (stage < 2)
+
+
+def test_one_device_communicates_nothing(arch):
+    policy = sharding_policy(arch, make_mesh(1, 1), 3)
+    assert collectives(_lower(arch, policy).compile().as_text()) == []
+
+
+def test_the_state_starts_in_its_shards(tiny_architecture):
+    arch = tiny_architecture(embed_dim=512, mlp_dim=2048, vocab_size=4096, num_layers=4)
+    policy = sharding_policy(arch, make_mesh(2, 4), 3)
+    init = make_init(arch, policy, make_optimizer(OptimizerConfig(), 10))
+    memory = init.lower(jax.random.key(0)).compile().memory_analysis()
+    whole = 4 * sum(math.prod(p.logical) for p in jax.tree.leaves(policy.placements))
+    # No parameter stacked over layers, let alone the model, exists on one device.
+    assert memory.temp_size_in_bytes < whole / 8
