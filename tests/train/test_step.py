@@ -21,7 +21,7 @@ from ulysses_jax.train.state import make_init, sharding_policy, state_shardings
 from ulysses_jax.train.step import Program, make_train_step
 
 STEPS = 5
-SGD = OptimizerConfig(name="sgd", learning_rate=0.5, warmup_steps=2, clip_norm=0.5)
+SGD = OptimizerConfig(name="sgd", learning_rate=0.5, warmup_steps=2, clip_norm=0.3)
 ADAMW = OptimizerConfig(learning_rate=0.01, warmup_steps=2, clip_norm=0.5)
 
 

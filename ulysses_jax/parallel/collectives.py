@@ -13,6 +13,7 @@ _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\((.*)$")
 
 
@@ -40,7 +41,8 @@ def collectives(program: str) -> list[Collective]:
     """The collectives in `program`, the text of a compiled program (`compiled.as_text()`).
 
     An all-to-all of P separate operands, as XLA writes it on CPU, is one collective; so is an
-    asynchronous start with its done.
+    asynchronous start with its done. One among a single device communicates nothing and is left
+    out.
     """
     bodies = _computations(program)
     places = _loops_around(bodies)
@@ -53,7 +55,9 @@ def collectives(program: str) -> list[Collective]:
             match = _INSTRUCTION.match(line)
             if match is None:
                 continue
-            result, kind, start, _ = match.groups()
+            result, kind, start, attributes = match.groups()
+            if _group_size(attributes) == 1:
+                continue
             shapes = [_dims(text) for _, text in _ARRAY.findall(result)]
             if start and len(shapes) > 1:
                 # An asynchronous start returns its operands before its results.
@@ -61,6 +65,14 @@ def collectives(program: str) -> list[Collective]:
             elements = sum(math.prod(shape) for shape in shapes)
             found.append(Collective(kind, elements, tuple(shapes), loops, runs))
     return found
+
+
+def _group_size(attributes: str) -> int | None:
+    group = _GROUP.search(attributes)
+    if group is None:
+        return None
+    listed, counted = group.groups()
+    return int(counted) if counted else listed.count(",") + 1
 
 
 def _dims(text: str) -> tuple[int, ...]:

@@ -100,8 +100,11 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
     heads = HeadPlan.of(arch.num_heads, arch.num_kv_heads, seq)
     table = Table(title="plan", show_header=False, title_justify="left")
     device = mesh.devices.flat[0]
+    idle = jax.device_count() - mesh.size
     table.add_row(
-        "mesh", f"data {data} × seq {seq} = {mesh.size} × {device.device_kind} ({device.platform})"
+        "mesh",
+        f"data {data} × seq {seq} = {mesh.size} × {device.device_kind} ({device.platform})"
+        + (f"; {idle} more devices stay idle" if idle else ""),
     )
     table.add_row(
         "model",

@@ -8,16 +8,14 @@ import jax
 EXCHANGED = ("attn_q", "attn_k", "attn_v", "attn_out", "attn_lse", "attn_exchanged")
 """What the exchanges and the local attention kernel made, by the names they give."""
 
-# Weights made whole from shards must never be kept for the backward pass: all layers' together
-# are the whole model. They come from a gather and a slice; other slices are cheap to redo.
-_NEVER_KEPT = {"all_gather", "slice"}
 
+def _keep_all_but_weights(_: Any, *inputs: Any, **__: Any) -> bool:
+    """Keeps what is computed from activations, which have a batch, a sequence and a width.
 
-def _keep_all_but_weights(primitive: Any, *avals: Any, **_: Any) -> bool:
-    if primitive.name == "convert_element_type":
-        # Activations have batch, sequence and more; what has less is a weight being cast.
-        return avals[0].ndim > 2
-    return primitive.name not in _NEVER_KEPT
+    What comes from weights alone is redone: kept, the gathered weights of all layers would be the
+    whole model.
+    """
+    return any(len(x.shape) > 2 for x in inputs)
 
 
 def remat_wrapper(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

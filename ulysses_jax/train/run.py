@@ -38,6 +38,10 @@ from ulysses_jax.train.sampling import decode, sample_text
 from ulysses_jax.train.state import abstract_state, make_init, sharding_policy, state_shardings
 from ulysses_jax.train.step import Program, make_train_step
 
+# The sampled text at the end of a run: how much of the held-out part it continues, and how boldly.
+_PROMPT_TOKENS = 64
+_SAMPLE_TEMPERATURE = 0.8
+
 
 def run(config: Config) -> int:
     """Trains as `config` says, or with `dry_run` only plans and compiles; returns the exit code.
@@ -178,12 +182,14 @@ def _finish(
     console: Console,
 ) -> None:
     text = is_text(config.data.source)
-    room = min(config.train.sample_tokens, arch.max_seq_len - 1)
-    if room > 0:
-        start = corpus.heldout.tokens[: min(64, arch.max_seq_len - room)]
+    held_out = corpus.heldout.tokens
+    prompt = held_out[: min(_PROMPT_TOKENS, arch.max_seq_len // 2)].tolist()
+    tokens = min(config.train.sample_tokens, arch.max_seq_len - len(prompt))
+    sampled = []
+    if tokens > 0:
         with console.status("sampling a text"):
             sampled = sample_text(
-                arch, policy, params, [int(t) for t in start], room, 0.8, config.seed
+                arch, policy, params, prompt, tokens, _SAMPLE_TEMPERATURE, config.seed
             )
     if jax.process_index() > 0:
         return
@@ -198,11 +204,11 @@ def _finish(
             highlight=False,
         )
     plot_losses(records, references, folder.loss_plot)
-    if room > 0:
-        prompt, continued = decode(start.tolist(), text), decode(sampled, text)
-        replace_text(folder.sample, prompt + continued)
+    if sampled:
+        start, continued = decode(prompt, text), decode(sampled, text)
+        replace_text(folder.sample, start + continued)
         console.rule("sampled continuation", align="left")
-        console.print(f"[dim]{_escaped(prompt)}[/dim]{_escaped(continued)}", highlight=False)
+        console.print(f"[dim]{_escaped(start)}[/dim]{_escaped(continued)}", highlight=False)
         console.rule()
     console.print(f"run folder: {folder.path}  (loss plot: {folder.loss_plot})", highlight=False)
 

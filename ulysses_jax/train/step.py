@@ -190,7 +190,7 @@ def make_train_step(
         step_key = jax.random.fold_in(key, state.step)
         loss, gradients, labels = program.loss_and_gradients(state.params, batch, step_key)
         gradients, params = as_moments(gradients), as_moments(state.params)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         applied = jnp.isfinite(loss) & jnp.isfinite(norm) & (labels > 0)
         updates, moments = optimizer.update(gradients, state.moments, params)
         updated = as_moments(optax.apply_updates(params, updates))
