@@ -1,1 +1,43 @@
 """Ulysses sequence parallelism for training transformers on long sequences in JAX."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ulysses_jax.attention.select import attention_function
+    from ulysses_jax.attention.spec import AttentionSpec
+    from ulysses_jax.model.gpt import GPT
+    from ulysses_jax.parallel.exchange import heads_to_seq, seq_to_heads
+    from ulysses_jax.parallel.mesh import make_mesh
+    from ulysses_jax.parallel.ulysses import exchanged_attention
+
+__all__ = [
+    "GPT",
+    "AttentionSpec",
+    "attention_function",
+    "exchanged_attention",
+    "heads_to_seq",
+    "make_mesh",
+    "seq_to_heads",
+]
+
+# Imported when first used: parsing a config imports this package, and must not import JAX.
+_HOMES = {
+    "GPT": "model.gpt",
+    "AttentionSpec": "attention.spec",
+    "attention_function": "attention.select",
+    "exchanged_attention": "parallel.ulysses",
+    "heads_to_seq": "parallel.exchange",
+    "make_mesh": "parallel.mesh",
+    "seq_to_heads": "parallel.exchange",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

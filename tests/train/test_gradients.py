@@ -1,5 +1,6 @@
 """Loss and every gradient equal the single-device run, on every mesh and at every ZeRO stage."""
 
+import dataclasses
 import functools
 
 import jax
@@ -129,3 +130,31 @@ def test_gradients_equal_single_device_for_a_gpt2_shape(truth, stage):
 @pytest.mark.parametrize("chunk", [1, 10_000])
 def test_gradients_do_not_depend_on_the_loss_chunk(truth, chunk):
     _check(truth, (2, 2), stage=3, chunk=chunk)
+
+
+@pytest.fixture(scope="module")
+def bfloat16_error(truth):
+    """Distance of all bfloat16 gradients from those in float32, relative to their length."""
+    arch, params, batch, _, exact = truth()
+    arch = dataclasses.replace(arch, dtype="bfloat16")
+
+    @functools.cache
+    def measure(mesh_shape):
+        policy = sharding_policy(arch, make_mesh(*mesh_shape), 3)
+        program = Program(arch, policy, "exchange", 64)
+        placed = jax.device_put(batch, policy.batch(leading=1))
+        _, found, _ = jax.jit(program.loss_and_gradients)(
+            _stored(params, policy), placed, jax.random.key(0)
+        )
+        squares = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2), found, exact)
+        lengths = jax.tree.map(lambda b: np.sum(np.asarray(b) ** 2), exact)
+        return (sum(jax.tree.leaves(squares)) / sum(jax.tree.leaves(lengths))) ** 0.5
+
+    return measure
+
+
+@pytest.mark.parametrize("mesh_shape", [(8, 1), (1, 8)])
+def test_the_error_of_bfloat16_does_not_grow_with_the_mesh(bfloat16_error, mesh_shape):
+    alone = bfloat16_error((1, 1))
+    assert 1e-4 < alone < 0.05, "bfloat16 was not used, or is not bfloat16's own error"
+    assert bfloat16_error(mesh_shape) < 1.2 * alone

@@ -20,7 +20,7 @@ from ulysses_jax.train.evaluation import EvalResult, evaluate
 from ulysses_jax.train.flops import device_peak, paper_flops, useful_flops
 from ulysses_jax.train.metrics import MetricsWriter
 from ulysses_jax.train.run_folder import RunFolder
-from ulysses_jax.train.state import TrainState
+from ulysses_jax.train.state import TrainState, random_key
 from ulysses_jax.train.step import Program, StepMetrics
 from ulysses_jax.train.stopping import StopRequest
 
@@ -105,27 +105,28 @@ def train(
     evaluator: Evaluator,
     checkpoints: Checkpoints,
     folder: RunFolder,
-    resumes: bool,
+    start: int,
+    state: TrainState,
     console: Console,
 ) -> End:
-    """Trains from the start or the newest good checkpoint to `train.steps`.
+    """Trains from `state`, of step `start`, to `train.steps`; the state is donated.
 
     Raises:
       NonFinite: at the first step whose loss or gradient is not finite.
-      ValueError: the checkpoints are of another run, or none can be used.
     """
     with console.status("compiling the step"):
         began = time.perf_counter()
         compiled = trainer.compile()
         console.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
-    start, state = _first_state(config, trainer, checkpoints, resumes, console)
     policy, steps = trainer.policy, config.train.steps
-    key = jax.device_put(jax.random.key(config.seed), policy.whole)
+    key = random_key(config.seed, policy)
     step, stopped = start, False
     feed = device_batches(
         batches.read, trainer.batch.tokens_BS.shape, policy.batch(leading=1), start, steps
     )
-    writer = MetricsWriter(folder, start, steps, config.train.log_every, console)
+    writer = MetricsWriter(
+        folder if jax.process_index() == 0 else None, start, steps, config.train.log_every, console
+    )
     log = _StepLog(config, trainer, writer, checkpoints, console)
     with closing(feed), writer, StopRequest() as stop, _Profile(config, folder, start) as profile:
         for batch in feed:
@@ -135,7 +136,9 @@ def train(
                 state, metrics = compiled(state, batch, key)
             step += 1
             log.add(step, metrics)
-            last, stopped = step == steps, stop.stops_at(step)
+            last = step == steps
+            # At the last step there is nothing left to stop.
+            stopped = stop.stops_at(step) and not last
             if last or stopped or _due(config.train.eval_every, step):
                 log.flush()
                 if not stopped:
@@ -151,19 +154,24 @@ def train(
         if start == steps:
             console.print(f"all {steps} steps are done already; nothing to train")
         checkpoints.wait()
-    return End(step, state.params, stopped and step < steps)
+    return End(step, state.params, stopped)
 
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _first_state(
+def first_state(
     config: Config, trainer: Trainer, checkpoints: Checkpoints, resumes: bool, console: Console
 ) -> tuple[int, TrainState]:
+    """The step and state to train from: the start, or the newest good checkpoint.
+
+    Raises:
+      ValueError: the checkpoints are of another run, or none can be used.
+    """
     if not resumes:
         with console.status("initialising the parameters"):
-            key = jax.device_put(jax.random.key(config.seed), trainer.policy.whole)
+            key = random_key(config.seed, trainer.policy)
             return 0, jax.block_until_ready(trainer.init(key))
     with console.status("restoring the newest checkpoint"):
         start, state = checkpoints.restore(trainer.state)
@@ -216,6 +224,7 @@ class _StepLog:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         if not metrics.applied and metrics.labels > 0:
+            self._checkpoints.wait()
             good = self._checkpoints.latest_step()
             raise NonFinite(
                 f"at step {step} the loss is {metrics.loss} and the gradient's norm "

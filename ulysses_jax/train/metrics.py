@@ -11,7 +11,7 @@ import json
 import math
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,17 +44,26 @@ class MetricsWriter:
     """Writes the records of the steps after `start`, with a progress bar while it is open.
 
     Args:
-      folder: where the files go.
+      folder: where the files go; None writes none, for all processes but the first.
       start: the step that training starts or resumes from.
       steps: the step it will end at.
       log_every: steps between two lines on the terminal.
       console: the terminal.
     """
 
-    def __init__(self, folder: RunFolder, start: int, steps: int, log_every: int, console: Console):
-        keep_lines_until(folder.metrics, start)
-        self._file = folder.metrics.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(folder.path), purge_step=start + 1)
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        start: int,
+        steps: int,
+        log_every: int,
+        console: Console,
+    ):
+        self._file: TextIO | None = None
+        if folder is not None:
+            keep_lines_until(folder.metrics, start)
+            self._file = folder.metrics.open("a", encoding="utf-8")
+            self._events = SummaryWriter(str(folder.path), purge_step=start + 1)
         self._console = console
         self._steps = steps
         self._log_every = log_every
@@ -81,8 +90,9 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        self._file.close()
-        self._events.close()
+        if self._file is not None:
+            self._file.close()
+            self._events.close()
 
     def train(self, record: dict[str, Any]) -> None:
         """Writes the record of one step."""
@@ -107,6 +117,8 @@ class MetricsWriter:
         )
 
     def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         for name, value in record.items():

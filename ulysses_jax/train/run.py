@@ -28,7 +28,7 @@ from ulysses_jax.train.command_line import to_yaml
 from ulysses_jax.train.config import Config, DistributedConfig
 from ulysses_jax.train.corpus import is_text, open_corpus
 from ulysses_jax.train.identity import identity_of
-from ulysses_jax.train.loop import Evaluator, NonFinite, Trainer, train
+from ulysses_jax.train.loop import Evaluator, NonFinite, Trainer, first_state, train
 from ulysses_jax.train.loss_plot import plot_losses
 from ulysses_jax.train.metrics import read_lines
 from ulysses_jax.train.optimizer import learning_rate_schedule, make_optimizer, warmup_used
@@ -147,8 +147,6 @@ def _train(
     )
     evaluator = Evaluator.of(config, arch, policy, corpus)
     multihost_utils.sync_global_devices("every process has checked the folder")
-    if jax.process_index() == 0:
-        folder.create(to_yaml(config), f"{corpus.description}\n{corpus.fingerprint}\n")
     identity = identity_of(arch, policy, corpus.fingerprint)
 
     def report(message: str) -> None:
@@ -157,8 +155,15 @@ def _train(
     with closing(
         Checkpoints(folder.checkpoints, config.checkpoint.keep, identity, report)
     ) as checkpoints:
+        start, state = first_state(config, trainer, checkpoints, resumes, console)
+        # Not before: a run that may not resume here leaves the folder's config as it was.
+        if jax.process_index() == 0:
+            folder.create(to_yaml(config), f"{corpus.description}\n{corpus.fingerprint}\n")
+        multihost_utils.sync_global_devices("the folder is there")
         try:
-            end = train(config, trainer, batches, evaluator, checkpoints, folder, resumes, console)
+            end = train(
+                config, trainer, batches, evaluator, checkpoints, folder, start, state, console
+            )
         except NonFinite as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -65,7 +65,9 @@ class RunFolder:
         while not nearest.exists():
             nearest = nearest.parent
         if not nearest.is_dir():
-            raise ValueError(f"run_dir {self.path} is not a folder: {nearest} is a file")
+            raise ValueError(
+                f"run_dir {self.path} cannot be a folder: {nearest} is a file; give another run_dir"
+            )
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ValueError(
                 f"run_dir {self.path} cannot be written: no permission in {nearest}; give a "

@@ -15,6 +15,7 @@ from ulysses_jax.model.generate import check_length, generate
 from ulysses_jax.parallel.mesh import AXES
 from ulysses_jax.parallel.sharding import ShardingPolicy
 from ulysses_jax.parallel.weights import make_fetch, rejoin, split_for_gradient
+from ulysses_jax.train.state import random_key
 
 
 def make_sampler(
@@ -73,10 +74,9 @@ def sample_text(
         )
     sampler = jax.jit(make_sampler(arch, policy, tokens))
     inputs = jax.device_put(
-        (jnp.asarray([prompt], jnp.int32), jnp.float32(temperature), jax.random.key(seed)),
-        policy.whole,
+        (jnp.asarray([prompt], jnp.int32), jnp.float32(temperature)), policy.whole
     )
-    return jax.device_get(sampler(params, *inputs))[0].tolist()
+    return jax.device_get(sampler(params, *inputs, random_key(seed, policy)))[0].tolist()
 
 
 def encode(prompt: str, text: bool) -> list[int]:

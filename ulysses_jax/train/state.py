@@ -33,6 +33,13 @@ class TrainState:
     moments: Any
 
 
+def random_key(seed: int, policy: ShardingPolicy) -> PRNGKeyArray:
+    """The key of `seed` on every device, those of other processes included."""
+    # device_put refuses keys for a mesh that reaches into other processes.
+    key: PRNGKeyArray = jax.jit(lambda: jax.random.key(seed), out_shardings=policy.whole)()
+    return key
+
+
 def sharding_policy(arch: Architecture, mesh: Mesh, stage: int) -> ShardingPolicy:
     """Where the state of `arch` lives on `mesh` at ZeRO stage `stage`."""
     shapes = jax.eval_shape(partial(init_params, arch), jax.random.key(0))

@@ -1,0 +1,70 @@
+"""Exchanged attention in a user's own region: exact, with any local function, and refusing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import ulysses_jax
+from ulysses_jax import AttentionSpec, attention_function, exchanged_attention, make_mesh
+from ulysses_jax.attention import reference
+
+SPLIT = PartitionSpec("data", "seq")
+SCALE = 0.4
+
+
+def _sharded(mesh, local):
+    spec = AttentionSpec(causal=True)
+
+    def region(q, k, v):
+        return exchanged_attention(q, k, v, spec, local=local, axis="seq", scale=SCALE)
+
+    return jax.jit(jax.shard_map(region, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT))
+
+
+def _draw(heads, kv_heads, batch=2, length=12):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [
+        jax.random.normal(key, (batch, length, count, 5))
+        for key, count in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4])
+def test_identity_attention_returns_its_queries_bitwise(ways):
+    def identity(q_BShD, k_BTgD, v_BTgD, spec, scale):
+        return q_BShD, jnp.zeros((*q_BShD.shape[:1], *q_BShD.shape[2:0:-1]))
+
+    q, k, v = _draw(8, 4)
+    np.testing.assert_array_equal(_sharded(make_mesh(2, ways), identity)(q, k, v), q)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "mesh_shape"), [(6, 3, (2, 3)), (8, 4, (1, 4))])
+def test_values_and_gradients_equal_dense_attention(heads, kv_heads, mesh_shape):
+    inputs = _draw(heads, kv_heads)
+    weight = jax.random.normal(jax.random.key(9), inputs[0].shape)
+    sharded = _sharded(make_mesh(*mesh_shape), attention_function("blockwise"))
+
+    def both(attend):
+        def loss(q, k, v):
+            return jnp.sum(weight * attend(q, k, v))
+
+        return attend(*inputs), *jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
+
+    expected = both(lambda q, k, v: reference.attend(q, k, v, AttentionSpec(causal=True), SCALE)[0])
+    for found, wanted in zip(both(sharded), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_heads_that_the_axis_does_not_divide_are_refused():
+    q, k, v = _draw(6, 6)
+    with pytest.raises(ValueError, match="4 devices does not divide 6 query heads"):
+        _sharded(make_mesh(1, 4), attention_function("blockwise"))(q, k, v)
+
+
+def test_every_public_name_exists():
+    for name in ulysses_jax.__all__:
+        assert callable(getattr(ulysses_jax, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'ring'"):
+        _ = ulysses_jax.ring
