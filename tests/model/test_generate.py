@@ -10,7 +10,7 @@ import pytest
 from ulysses_jax.model.generate import generate
 from ulysses_jax.model.gpt import cast_to, causal_attend, hidden_states, init_params
 from ulysses_jax.parallel.mesh import make_mesh
-from ulysses_jax.train.sampling import decode, encode, sample_text
+from ulysses_jax.train.sampling import decode, encode, printable, sample_text
 from ulysses_jax.train.state import sharding_policy
 
 PROMPT = [5, 3, 8, 1, 30]
@@ -97,3 +97,7 @@ def test_text_is_bytes_and_other_tokens_are_their_ids():
     assert decode([17, 4], text=False) == "17 4 "
     with pytest.raises(ValueError, match="give the ids as numbers"):
         encode("hello", text=False)
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert printable("a\x1b[2J\r\nb\tç") == "a\ufffd[2J\ufffd\nb\tç"

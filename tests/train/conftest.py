@@ -1,6 +1,7 @@
 """Real training processes on a tiny model, and one whole run that others are compared with."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -9,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from ulysses_jax.train.command_line import parse
+from ulysses_jax.train.run import run
+
 REPOSITORY = Path(__file__).parents[2]
-STEPS = 48
 PATIENCE_S = 90
+TINY = """
+    --mesh.data 2 --mesh.seq 2
+    --model.num_layers 1 --model.embed_dim 16 --model.num_heads 4 --model.num_kv_heads 4
+    --model.mlp_dim 32 --model.attention reference --data.heldout_tokens 200
+    --train.seq_len 16 --train.global_batch 4 --train.steps 48 --train.sample_tokens 0
+    --checkpoint.every 3
+"""
 
 
 @pytest.fixture(scope="session")
@@ -19,18 +29,15 @@ def tiny_run(tmp_path_factory):
     """Makes the arguments of a run in `run_dir` on a 2 × 2 mesh; later ones win."""
     folder = tmp_path_factory.mktemp("data")
     source = folder / "corpus.txt"
-    source.write_bytes((REPOSITORY / "ulysses_jax/train/parsing.py").read_bytes()[:6000])
+    source.write_text("".join(f"def f{n}(x):\n    return {n} * x\n\n" for n in range(200)))
 
     def make(run_dir, *more):
-        return [
-            *["--model.num_layers", "1", "--model.embed_dim", "16", "--model.num_heads", "4"],
-            *["--model.num_kv_heads", "4", "--model.mlp_dim", "32", "--train.seq_len", "16"],
-            *["--train.global_batch", "4", "--data.heldout_tokens", "200", "--checkpoint.every", "3"],
-            *["--mesh.data", "2", "--mesh.seq", "2", "--train.sample_tokens", "0"],
-            *f"--train.steps {STEPS} --data.source {source} --run_dir {run_dir}".split(),
-            *f"--data.cache_dir {folder / 'tokens'}".split(),
-            *more,
-        ]
+        places = {
+            "--data.source": source,
+            "--data.cache_dir": folder / "tokens",
+            "--run_dir": run_dir,
+        }
+        return [*TINY.split(), *(str(word) for pair in places.items() for word in pair), *more]
 
     return make
 
@@ -68,6 +75,25 @@ def start(in_own_process):
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="session")
+def fork_run(in_own_process):
+    """Starts a run in a process forked from one that has imported everything and done nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ulysses_jax.train.run"])
+    started = []
+
+    def begin(argv):
+        process = context.Process(target=run, args=(parse([*argv, *in_own_process]),), daemon=True)
+        process.start()
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,14 @@ import threading
 
 import pytest
 
+from ulysses_jax.train import inference
 from ulysses_jax.train.command_line import (
     load,
     parse,
     parse_evaluate,
+    parse_generate,
     run_command_line,
 )
-from ulysses_jax.train.inference import evaluate_run
 from ulysses_jax.train.run import run
 
 
@@ -33,12 +34,8 @@ def train_here(capfd):
 def refused(train_here):
     """The one message of a run that ends with code 2."""
 
-    def command(*argv):
-        code, _, errors = train_here(*argv)
-        return code, errors
-
     def message(*argv):
-        code, errors = command(*argv)
+        code, _, errors = train_here(*argv)
         assert code == 2, errors
         assert errors.startswith("error: ")
         assert errors.count("\n") == 1
@@ -89,13 +86,17 @@ def test_finished_run_generates_the_same_text_from_the_same_seed(whole_run, star
     assert 4 <= len(printed.rstrip("\n")) <= 8
 
 
-def test_prompt_longer_than_the_model_is_refused_by_the_command(whole_run, start, ended):
-    words = ["-m", "ulysses_jax", "generate", "--run_dir", whole_run[0], "--prompt", "x" * 17]
-    ((code, printed, errors),) = ended(start(*words, "--tokens", "1"))
-    assert (code, printed) == (2, "")
+@pytest.mark.parametrize(("length", "tokens"), [(17, 1), (8, 9)])
+def test_text_longer_than_the_model_is_refused(whole_run, capfd, monkeypatch, length, tokens):
+    # The devices of this process are there already.
+    monkeypatch.setattr(inference, "start_backend", lambda *arguments: None)
+    words = ["--run_dir", str(whole_run[0]), "--prompt", "x" * length, "--tokens", str(tokens)]
+    assert run_command_line(lambda: inference.generate_text(parse_generate(words))) == 2
+    printed, errors = capfd.readouterr()
+    assert printed == ""
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1
-    assert "17" in errors
+    assert str(length) in errors
     assert "16" in errors
 
 
@@ -105,7 +106,7 @@ def evaluated(whole_run, capfd):
 
     def command(*argv):
         words = ["--run_dir", str(whole_run[0]), *map(str, argv)]
-        assert run_command_line(lambda: evaluate_run(parse_evaluate(words))) == 0
+        assert run_command_line(lambda: inference.evaluate_run(parse_evaluate(words))) == 0
         printed = capfd.readouterr().out
         words = printed.split("held-out loss ")[1].replace(",", " ").split()
         return float(words[0]), int(words[words.index("over") + 1]), printed
@@ -139,7 +140,7 @@ def test_evaluation_reads_other_data_and_leaves_the_run_alone(
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(train_here, tiny_run, tmp_path):
-    code, printed, errors = train_here(*tiny_run(tmp_path / "run", "--dry_run"))
+    code, printed, errors = train_here(*tiny_run(tmp_path / "run", "--mesh.data", "1", "--dry_run"))
     assert (code, errors) == (0, "")
     assert "nothing was trained" in printed
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +164,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(train_here, tiny_run, tmp_pat
         ("--data.source BINARY", "data.source='BINARY' is not UTF-8 text; name a file of UTF-8"),
         ("--data.source FOLDER", "data.source='FOLDER' holds no text: 0 files, none of them"),
         ("--data.source odd.bin", "data.source: 'odd.bin' has 3 bytes, no multiple of the 2 bytes"),
-        ("--run_dir EMPTY/run", "run_dir EMPTY/run is not a folder: EMPTY is a file; give"),
+        ("--run_dir EMPTY/run", "run_dir EMPTY/run cannot be a folder: EMPTY is a file; give"),
         (
             "--checkpoint.resume true",
             "checkpoint.resume is true, but run holds no checkpoint; give",
@@ -225,8 +226,7 @@ def test_existing_run_is_refused_without_resume_and_left_alone(refused, tiny_run
 def test_resume_with_another_model_says_what_differs(
     refused, tiny_run, copied_run, words, difference
 ):
-    before = (copied_run / "metrics.jsonl").read_text()
-    assert difference in refused(
-        *tiny_run(copied_run, "--checkpoint.resume", "true", *words.split())
-    )
-    assert (copied_run / "metrics.jsonl").read_text() == before
+    before = {path: path.stat().st_mtime_ns for path in copied_run.rglob("*")}
+    argv = tiny_run(copied_run, "--checkpoint.resume", "true", *words.split())
+    assert difference in refused(*argv)
+    assert {path: path.stat().st_mtime_ns for path in copied_run.rglob("*")} == before

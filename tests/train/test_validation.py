@@ -59,6 +59,12 @@ from ulysses_jax.train.config import ConfigError
             "data.document_end is 256; use a token id from 0 to 255 (model.vocab_size = 256)",
         ),
         (
+            "--data.document_mask --data.source tokens.bin",
+            "data.document_mask is true, but nothing says where the documents of tokens.bin end; "
+            "set data.document_end to the token that ends each (50256 in GPT-2's vocabulary), or "
+            "data.document_mask to false",
+        ),
+        (
             "--optimizer.learning_rate .nan",
             "optimizer.learning_rate is nan; use a finite number above 0",
         ),

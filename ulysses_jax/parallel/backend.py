@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -25,6 +24,13 @@ _GPU_OPTIONS: dict[str, bool | int] = {
     # Gathers of one layer's weights are joined up to this size, in bytes.
     "xla_gpu_all_gather_combine_threshold_bytes": 128 * 2**20,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * 2**20,
+}
+
+# Simulated devices share a few cores, so one may wait long for another at a collective. XLA would
+# abort the process after 40 s.
+_CPU_OPTIONS: dict[str, bool | int] = {
+    "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
+    "xla_cpu_collective_timeout_seconds": 3600,
 }
 
 
@@ -82,14 +88,11 @@ def start_backend(simulated_devices: int, processes: Processes) -> None:
             )
 
 
-def compiler_options() -> dict[str, Any]:
-    """XLA options for `jax.jit` on this backend: empty everywhere but on NVIDIA GPUs."""
-    return dict(_GPU_OPTIONS) if jax.default_backend() == "gpu" else {}
-
-
-def gpu_options() -> dict[str, Any]:
-    """The options that `compiler_options` gives on an NVIDIA GPU."""
-    return dict(_GPU_OPTIONS)
+def compiler_options(device: jax.Device) -> dict[str, bool | int]:
+    """XLA options for `jax.jit` of programs that run on devices like `device`."""
+    if device.platform in ("gpu", "cuda"):
+        return dict(_GPU_OPTIONS)
+    return dict(_CPU_OPTIONS) if device.platform == "cpu" else {}
 
 
 def process_table() -> list[tuple[int, str, int]]:

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax
 from rich.console import Console
 
-from ulysses_jax.data.batches import EvalBatches
 from ulysses_jax.model.config import Architecture
 from ulysses_jax.parallel.backend import Processes, start_backend
 from ulysses_jax.parallel.mesh import DATA, make_mesh
@@ -14,10 +12,10 @@ from ulysses_jax.train.checkpoint import Checkpoints
 from ulysses_jax.train.command_line import load
 from ulysses_jax.train.config import Config, EvaluateConfig, GenerateConfig, MeshConfig
 from ulysses_jax.train.corpus import is_text, open_corpus
-from ulysses_jax.train.evaluation import evaluate
+from ulysses_jax.train.evaluation import Evaluator
 from ulysses_jax.train.identity import identity_of
 from ulysses_jax.train.run_folder import RunFolder
-from ulysses_jax.train.sampling import decode, encode, sample_text
+from ulysses_jax.train.sampling import decode, encode, printable, sample_text
 from ulysses_jax.train.state import sharding_policy
 from ulysses_jax.train.step import Program
 
@@ -36,7 +34,7 @@ def generate_text(config: GenerateConfig) -> int:
     sampled = sample_text(
         arch, policy, params, prompt, config.tokens, config.temperature, config.seed
     )
-    print(decode(prompt, text) + decode(sampled, text))
+    print(printable(decode(prompt, text) + decode(sampled, text)))
     return 0
 
 
@@ -50,14 +48,12 @@ def evaluate_run(config: EvaluateConfig) -> int:
     start_backend(config.mesh.simulated_devices, Processes())
     arch, policy, params = _restored(folder, run, config.mesh, stage=3)
     corpus = open_corpus(config.data)
-    rows = policy.mesh.shape[DATA] * max(run.train.global_batch // policy.mesh.shape[DATA], 1)
-    masked = config.data.document_mask
-    batches = EvalBatches(corpus.heldout, run.train.seq_len, rows, masked, arch.vocab_size)
+    data = policy.mesh.shape[DATA]
+    rows = data * max(run.train.global_batch // data, 1)
     program = Program(arch, policy, run.train.remat, run.train.loss_chunk)
-    shape = (rows, run.train.seq_len)
-    result = evaluate(jax.jit(program.loss_sum), params, batches, shape, policy)
+    result = Evaluator.of(program, corpus.heldout, rows, config.data.document_mask)(params)
     console = Console()
-    console.print(f"data: {corpus.description}", highlight=False)
+    console.print(f"data: {corpus.description}", highlight=False, markup=False)
     console.print(
         f"held-out loss {result.loss:.6f}, {result.bits_per_token:.4f} bits per token over "
         f"{result.tokens:,} tokens",

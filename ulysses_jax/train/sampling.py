@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from ulysses_jax.model.config import Architecture
 from ulysses_jax.model.generate import check_length, generate
+from ulysses_jax.parallel.backend import compiler_options
 from ulysses_jax.parallel.mesh import AXES
 from ulysses_jax.parallel.sharding import ShardingPolicy
 from ulysses_jax.parallel.weights import make_fetch, rejoin, split_for_gradient
@@ -72,7 +73,8 @@ def sample_text(
             f"the prompt holds token {max(prompt)}, but model.vocab_size is {arch.vocab_size}; "
             "use a prompt in the model's own tokens"
         )
-    sampler = jax.jit(make_sampler(arch, policy, tokens))
+    options = compiler_options(policy.mesh.devices.flat[0])
+    sampler = jax.jit(make_sampler(arch, policy, tokens), compiler_options=options)
     inputs = jax.device_put(
         (jnp.asarray([prompt], jnp.int32), jnp.float32(temperature)), policy.whole
     )
@@ -102,3 +104,10 @@ def decode(tokens: list[int], text: bool) -> str:
         # A vocabulary above 256 has tokens that no text trained, and no byte stands for.
         return bytes(t if t < 256 else 0x3F for t in tokens).decode("utf-8", errors="replace")
     return " ".join(map(str, tokens)) + " "
+
+
+def printable(text: str) -> str:
+    """`text` without the control characters that a model may sample and a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -152,6 +152,12 @@ def _validate_data(data: DataConfig, architecture: Architecture) -> None:
             f"data.source is {data.source!r}; use python-stdlib or the path of a file or folder"
         )
     _validate_path("data.cache_dir", data.cache_dir)
+    if data.document_mask and data.source.endswith(".bin") and data.document_end is None:
+        raise ConfigError(
+            "data.document_mask is true, but nothing says where the documents of "
+            f"{data.source} end; set data.document_end to the token that ends each (50256 in "
+            "GPT-2's vocabulary), or data.document_mask to false"
+        )
     if data.document_end is not None and not 0 <= data.document_end < architecture.vocab_size:
         raise ConfigError(
             f"data.document_end is {data.document_end}; use a token id from 0 to "
