@@ -11,7 +11,7 @@ from ulysses_jax.model.generate import generate
 from ulysses_jax.model.gpt import cast_to, causal_attend, hidden_states, init_params
 from ulysses_jax.parallel.mesh import make_mesh
 from ulysses_jax.train.sampling import decode, encode, printable, sample_text
-from ulysses_jax.train.state import sharding_policy
+from ulysses_jax.train.state import Purpose, sharding_policy
 
 PROMPT = [5, 3, 8, 1, 30]
 
@@ -68,7 +68,8 @@ def test_samples_depend_on_the_seed_and_only_on_it(trained):
 def test_sharded_weights_sample_the_same_text(trained):
     arch, params = trained
     mesh = make_mesh(2, 4)
-    expected = _generate(arch, params, jnp.array([PROMPT]), 8, jnp.float32(0.7), jax.random.key(4))
+    key = jax.random.fold_in(jax.random.key(4), Purpose.SAMPLING)
+    expected = _generate(arch, params, jnp.array([PROMPT]), 8, jnp.float32(0.7), key)
     policy = sharding_policy(arch, mesh, 3)
     placed = jax.device_put(params, policy.shardings(policy.param_specs))
     assert sample_text(arch, policy, placed, PROMPT, 8, 0.7, seed=4) == expected[0].tolist()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from ulysses_jax.parallel.mesh import AXES, make_mesh
+from ulysses_jax.parallel.mesh import AXES, in_mesh_order, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,7 @@ def test_a_sequence_group_stays_inside_a_process_when_it_fits():
         for local in range(2)
         for process in range(2)
     ]
-    found = sorted(devices, key=lambda d: (d.process_index, d.id))
-    assert [d.process_index for d in found] == [0, 0, 1, 1]
+    assert [d.process_index for d in in_mesh_order(devices)] == [0, 0, 1, 1]
     ordered = make_mesh(4, 2, jax.devices()[::-1]).devices
     assert [d.id for d in ordered.flat] == [d.id for d in jax.devices()]
 
@@ -41,3 +40,9 @@ def test_a_sequence_group_stays_inside_a_process_when_it_fits():
 def test_impossible_meshes_are_refused_with_both_numbers(data, seq, devices, words):
     with pytest.raises(ValueError, match=words):
         make_mesh(data, seq, jax.devices()[:devices])
+
+
+def test_a_mesh_that_leaves_a_whole_process_idle_is_refused():
+    devices = [SimpleNamespace(process_index=process, id=process) for process in range(2)]
+    with pytest.raises(ValueError, match="1 × 1 = 1 leaves whole processes of the 2 devices idle"):
+        make_mesh(1, 1, devices)

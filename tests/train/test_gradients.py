@@ -10,6 +10,7 @@ import pytest
 
 from ulysses_jax.attention.reference import attend as reference_attend
 from ulysses_jax.attention.spec import AttentionSpec
+from ulysses_jax.data.batches import Batch
 from ulysses_jax.model.gpt import cast_to, hidden_states, init_params
 from ulysses_jax.parallel.mesh import make_mesh
 from ulysses_jax.train.state import sharding_policy
@@ -109,11 +110,12 @@ def test_gradients_equal_single_device_on_three_devices_with_grouped_kv_heads(tr
     _check(truth, (1, 3), stage=3, num_heads=6, num_kv_heads=3, embed_dim=24)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh_shape", [(4, 1), (2, 2), (1, 4)])
+# Stages 0 and 1 run the same backward pass, so stage 1 is on one mesh only.
+@pytest.mark.parametrize(
+    ("mesh_shape", "stage"),
+    [(mesh, stage) for mesh in ((4, 1), (2, 2), (1, 4)) for stage in (0, 2, 3)] + [((2, 2), 1)],
+)
 def test_gradients_have_no_factor_of_the_mesh_at_any_zero_stage(truth, mesh_shape, stage):
-    if stage == 1 and mesh_shape != (2, 2):
-        pytest.skip("stages 0 and 1 run the same backward pass; their update is tested elsewhere")
     _check(truth, mesh_shape, stage)
 
 
@@ -158,3 +160,51 @@ def test_the_error_of_bfloat16_does_not_grow_with_the_mesh(bfloat16_error, mesh_
     alone = bfloat16_error((1, 1))
     assert 1e-4 < alone < 0.05, "bfloat16 was not used, or is not bfloat16's own error"
     assert bfloat16_error(mesh_shape) < 1.2 * alone
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (8, 1)])
+def test_bfloat16_gradients_of_frequent_tokens_are_summed_in_float32(tiny_architecture, mesh_shape):
+    # Nine of ten tokens are the same one, so its row sums thousands of terms.
+    arch = tiny_architecture(num_layers=1, max_seq_len=1024, tied_head=True)
+    draw = np.random.default_rng(0)
+    tokens = np.where(draw.random((1, 8, 1024)) < 0.9, 5, draw.integers(0, 37, (1, 8, 1024)))
+    tokens = tokens.astype(np.int32)
+    positions = np.broadcast_to(np.arange(1024, dtype=np.int32), tokens.shape)
+    batch = Batch(tokens, np.roll(tokens, -1, axis=-1), positions, None)
+    params = _perturbed_params(arch)
+
+    def gradients(dtype, mesh_shape):
+        policy = sharding_policy(arch, make_mesh(*mesh_shape), 3)
+        program = Program(dataclasses.replace(arch, dtype=dtype), policy, "exchange", 512)
+        placed = jax.device_put(batch, policy.batch(leading=1))
+        return jax.jit(program.loss_and_gradients)(
+            _stored(params, policy), placed, jax.random.key(0)
+        )[1]
+
+    exact = gradients("float32", mesh_shape)["embedding"]["tokens"]
+    found = gradients("bfloat16", mesh_shape)["embedding"]["tokens"]
+    distance = np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
+    assert 1e-4 < distance < 0.02
+
+
+def test_another_document_changes_no_bit_of_the_loss_on_a_mesh(tiny_architecture):
+    """The labels are those of document B alone; a token of A changes (A and B share a device)."""
+    arch = tiny_architecture()
+    policy = sharding_policy(arch, make_mesh(1, 4), 3)
+    program = Program(arch, policy, "exchange", 16)
+    position = np.arange(24, dtype=np.int32)[None]
+    segments = (position >= 8).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 37, (1, 24), dtype=np.int32)
+    labels = np.where(segments == 1, np.roll(tokens, -1), -100)
+    loss_sum = jax.jit(program.loss_sum)
+    params = _stored(_perturbed_params(arch), policy)
+
+    def loss(tokens, labels=labels):
+        batch = Batch(tokens, labels, position - 8 * segments, segments)
+        return float(loss_sum(params, jax.device_put(batch, policy.batch()))[0])
+
+    changed = tokens.copy()
+    changed[0, 3] = (tokens[0, 3] + 1) % 37
+    assert loss(changed) == loss(tokens)
+    everywhere = np.roll(tokens, -1)
+    assert loss(changed, everywhere) != loss(tokens, everywhere)

@@ -1,33 +1,50 @@
-"""The largest run compiles here: gpt-7b at a million tokens on 256 simulated devices."""
+"""The paper's runs compile on this machine, with nothing of them materialised."""
 
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
-ARGUMENTS = [
-    "--config=configs/gpt_7b_128k_32gpu.yaml",
-    "--train.seq_len=1048576",
-    "--train.global_batch=8",
-    "--mesh.data=8",
-    "--mesh.seq=32",
-    "--mesh.simulated_devices=256",
-    "--dry_run",
+MILLION = [
+    *["--config=configs/gpt_7b_128k_32gpu.yaml", "--train.seq_len=1048576"],
+    *["--train.global_batch=8", "--mesh.data=8", "--mesh.seq=32"],
 ]
-# Runs train.py with the arguments it gets, then prints the most memory it ever held, in KiB.
-MEASURED = """
-import resource, runpy, sys
-try:
-    runpy.run_path("train.py", run_name="__main__")
-finally:
-    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+CLUSTERS = sorted(REPOSITORY.glob("configs/*gpu.yaml"))
+
+# Compiles the steps of all given configs on 256 devices and prints what it found, then the most
+# memory that it ever held, in KiB. A process of its own: this one has eight devices.
+COMPILES = """
+import json, resource, sys
+from ulysses_jax.parallel.backend import Processes, start_backend
+from ulysses_jax.parallel.collectives import collectives
+from ulysses_jax.parallel.mesh import make_mesh
+from ulysses_jax.train.command_line import parse
+from ulysses_jax.train.run import run
+from ulysses_jax.train.trainer import Trainer
+
+start_backend(256, Processes())
+config = parse(json.loads(sys.argv[1]))
+trainer = Trainer.of(config, make_mesh(config.mesh.data, config.mesh.seq))
+compiled = trainer.compile()
+found = [(c.kind, c.elements, c.loops, c.runs) for c in collectives(compiled.as_text())]
+for argv in json.loads(sys.argv[2]):
+    assert run(parse(argv)) == 0
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([found, compiled.memory_analysis().temp_size_in_bytes, peak]))
 """
 
 
-def test_seven_billion_at_a_million_tokens_on_256_devices_compiles(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED, *ARGUMENTS, f"--run_dir={tmp_path / 'run'}"],
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    dry = [[f"--config={path}", "--dry_run", f"--run_dir={folder}"] for path in CLUSTERS]
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILES, json.dumps(MILLION), json.dumps(dry)],
         cwd=REPOSITORY,
         env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
         capture_output=True,
@@ -35,10 +52,31 @@ def test_seven_billion_at_a_million_tokens_on_256_devices_compiles(tmp_path):
         timeout=300,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
-    assert "6,650,015,744 parameters" in run.stdout
-    assert "data 8 × seq 32 = 256" in run.stdout
-    assert "all-to-all in 1 loop(s)" in run.stdout
+    assert result.returncode == 0, result.stderr
+    assert not folder.exists(), "a dry run made a run folder"
+    found, temporary, peak = json.loads(result.stdout.splitlines()[-1])
+    return result.stdout, found, temporary, peak
+
+
+def test_every_cluster_config_passes_a_dry_run(compiled):
+    printed, *_ = compiled
+    assert len(CLUSTERS) >= 6
+    assert printed.count("dry run: nothing was trained") == len(CLUSTERS)
+
+
+def test_seven_billion_at_a_million_tokens_on_256_devices_compiles_without_allocating(compiled):
+    _, found, _, peak = compiled
     # The parameters alone would take 25 GiB.
-    assert int(run.stdout.split("peak")[-1]) < 2 * 2**20
-    assert not (tmp_path / "run").exists()
+    assert peak < 3 * 2**20
+    exchanges = [entry for entry in found if entry[0] == "all-to-all"]
+    # q, k, v and out of a device: one row's 32768 tokens × 4096.
+    assert exchanges == [["all-to-all", 32768 * 4096, 1, 32]] * 8
+
+
+def test_no_device_of_the_256_ever_holds_the_model_or_the_scores(compiled):
+    _, found, temporary, _ = compiled
+    largest_gather = max(entry[1] for entry in found if entry[0] == "all-gather")
+    # The table, and not the 6.65 billion parameters.
+    assert largest_gather == 50257 * 4096
+    scores = math.prod((1048576, 1048576)) * 2
+    assert temporary < scores / 10

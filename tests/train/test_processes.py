@@ -109,6 +109,21 @@ def test_two_processes_end_at_once_when_their_run_cannot_start(
         assert "no checkpoint" not in printed
 
 
+def test_a_process_that_fails_alone_does_not_leave_the_other_waiting(
+    tiny_run, start, in_own_process, joined, ended, tmp_path
+):
+    argv = tiny_run(tmp_path / "run")
+    missing = ["--data.source", str(tmp_path / "missing.txt")]
+    ranks = [
+        start("train.py", *argv, *in_own_process, "--mesh.simulated_devices", "2", *words, *more)
+        for words, more in zip(joined, ([], missing), strict=True)
+    ]
+    (waiting, failing) = ended(*ranks)
+    assert failing[0] == 2
+    assert "error: data.source" in failing[2]
+    assert waiting[0] != 0
+
+
 READS_AN_EPOCH = """
 import json, sys
 import jax, numpy as np

@@ -8,9 +8,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ulysses_jax.model.config import Architecture
+from ulysses_jax.model.lookup import look_up
 from ulysses_jax.model.rotary import rotate
 
-Residual = Callable[[Array, int], Array]
+Drop = Callable[[Array, int], Array]
+"""Dropout of what is added to the residual stream, at place 0 (attention) or 1 (MLP)."""
 
 
 def _normal(stddev: float) -> nnx.Initializer:
@@ -60,9 +62,9 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_Bs: Int[Array, "B s"], positions_Bs: Int[Array, "B s"]
     ) -> Float[Array, "B s E"]:
-        x_BsE = jnp.take(self.tokens[...], tokens_Bs, axis=0).astype(self.dtype)
+        x_BsE = look_up(self.tokens[...], tokens_Bs).astype(self.dtype)
         if self.positions is not None:
-            x_BsE += jnp.take(self.positions[...], positions_Bs, axis=0).astype(self.dtype)
+            x_BsE += look_up(self.positions[...], positions_Bs).astype(self.dtype)
         return x_BsE
 
 
@@ -106,7 +108,7 @@ class Block(nnx.Module):
         self,
         x_BsE: Float[Array, "B s E"],
         attended_BsHD: Float[Array, "B s H D"],
-        drop: Residual = lambda x, _: x,
+        drop: Drop = lambda x, _: x,
     ) -> Float[Array, "B s E"]:
         """Adds the projected attention output, then the MLP; `drop(x, 0 or 1)` before each add."""
         flat = (*attended_BsHD.shape[:2], -1)

@@ -119,6 +119,14 @@ class Architecture:
             head=head,
         )
 
+    @property
+    def matmul_precision(self) -> str | None:
+        """Precision of matrix products, for `jax.default_matmul_precision`.
+
+        In float32 the full one: GPUs would otherwise round the factors to 10 bits (TF32).
+        """
+        return "highest" if self.dtype == "float32" else None
+
     def num_parameters(self) -> int:
         """Scalar parameters of the whole model."""
         return self.parameter_counts().total

@@ -129,8 +129,8 @@ def hidden_states(
       remat: wraps the layer function, to say what its backward pass recomputes.
       dropout: residual dropout, or None.
 
-    A tied table is fetched a second time for the head: kept from the embedding it would, with
-    its gradient, occupy memory through every layer.
+    A tied table is fetched a second time for the head, and its gradient leaves in two parts: kept
+    from the embedding to the head, both would occupy memory through every layer.
     """
     graph = modules(arch)
     embedding = nnx.merge(graph["embedding"], fetch("embedding", params["embedding"]))

@@ -1,16 +1,14 @@
 """Starting JAX's backend: simulated devices, `jax.distributed`, and the XLA options for GPUs."""
 
 import os
+import sys
 from dataclasses import dataclass
 
 import jax
 
-# Environment variables that say how many tasks a launcher started, and the only ones read.
-_TASK_COUNTS = {
-    "SLURM_NTASKS": "Slurm",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI",
-    "JOB_COMPLETIONS": "Kubernetes",
-}
+# Environment variables that say how many tasks a launcher started, and the only ones read. On
+# Kubernetes nothing says it.
+_TASK_COUNTS = {"SLURM_NTASKS": "Slurm", "OMPI_COMM_WORLD_SIZE": "Open MPI"}
 
 # What overlaps the exchanges and weight gathers with computation. Checked by XLA when it compiles:
 # an option that a later release drops is an error, not a silent loss.
@@ -59,8 +57,7 @@ def start_backend(simulated_devices: int, processes: Processes) -> None:
       processes: joins them with `jax.distributed.initialize` if there is more than one.
 
     Raises:
-      ValueError: the processes cannot be found or joined, or a launcher started several that
-        nothing joins.
+      ValueError: the processes cannot be found or joined.
     """
     if simulated_devices:
         jax.config.update("jax_platforms", "cpu")
@@ -78,6 +75,15 @@ def start_backend(simulated_devices: int, processes: Processes) -> None:
                 f"{error}; check distributed.coordinator, distributed.num_processes and "
                 "distributed.process_id"
             ) from error
+
+
+def require_joined() -> None:
+    """Refuses to train alone where a launcher started several tasks.
+
+    Raises:
+      ValueError: a launcher started several tasks, and this process has not joined the others.
+    """
+    if jax.distributed.is_initialized():
         return
     for variable, launcher in _TASK_COUNTS.items():
         started = os.environ.get(variable, "1")
@@ -86,6 +92,17 @@ def start_backend(simulated_devices: int, processes: Processes) -> None:
                 f"{launcher} started {started} tasks ({variable}), but nothing joins them, so each "
                 "would train alone; set distributed.detect = true, or start a single task"
             )
+
+
+def leave_at_once(code: int) -> None:
+    """Ends this process now if it is one of several; otherwise does nothing.
+
+    A process that failed alone would wait at its exit for the others, and they for it.
+    """
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def compiler_options(device: jax.Device) -> dict[str, bool | int]:

@@ -1,6 +1,6 @@
 """The ('data', 'seq') device mesh, in an order that keeps a sequence group inside a node."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -10,6 +10,11 @@ DATA = "data"
 SEQ = "seq"
 AXES = (DATA, SEQ)
 """Both axes, data first: the order in which ZeRO numbers its data × sequence ranks."""
+
+
+def in_mesh_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
+    """The devices of each process next to each other, as the fastest axis takes them."""
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
 def make_mesh(data: int, seq: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -27,9 +32,7 @@ def make_mesh(data: int, seq: int, devices: Sequence[jax.Device] | None = None) 
       ValueError: the mesh needs more devices than there are, leaves some of several processes
         without work, or `data` = −1 finds a count that `seq` does not divide.
     """
-    found = sorted(
-        jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id)
-    )
+    found = in_mesh_order(jax.devices() if devices is None else devices)
     count = len(found)
     if data == -1:
         if count % seq and count > seq:

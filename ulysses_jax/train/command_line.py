@@ -62,6 +62,10 @@ def parse_evaluate(
     check_required(EvaluateConfig, arguments.values)
     run = load(Path(arguments.values["run_dir"]) / RUN_CONFIG)
     own_data = {f"data.{name}": value for name, value in dataclasses.asdict(run.data).items()}
+    source = arguments.values.get("data.source")
+    if source is not None and not str(source).endswith(".bin"):
+        # It ends the documents of the run's own .bin; those of a text are its files.
+        own_data["data.document_end"] = None
     config = build_config(EvaluateConfig, own_data | arguments.values)
     validate_evaluate(config, run)
     return config
@@ -84,17 +88,26 @@ def run_command_line(main: Callable[[], int | None]) -> int:
     stderr and code 2; one that a library raised is a mistake of ours and keeps its traceback. An
     interrupt that the command did not handle becomes code 130.
     """
+    code = 1
     try:
-        return main() or 0
+        code = main() or 0
     except ValueError as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(__file__).parents[1] not in Path(raised_in).parents:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+            traceback.print_exc()
+        else:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        code = 130
+    except Exception:
+        traceback.print_exc()
+    if code and "jax" in sys.modules:
+        from ulysses_jax.parallel.backend import leave_at_once
+
+        leave_at_once(code)
+    return code
 
 
 def _split(schema: type, argv: Sequence[str], prog: str, takes_config: bool) -> Arguments:

@@ -23,4 +23,4 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 def is_text(source: str) -> bool:
     """Whether tokens are the bytes of a text; those of a `.bin` are a tokenizer's."""
-    return Path(source).suffix != ".bin"
+    return Path(source).suffix != ".bin" or Path(source).is_dir()

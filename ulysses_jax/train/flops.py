@@ -8,6 +8,7 @@ from ulysses_jax.model.config import Architecture
 _PEAKS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
@@ -28,12 +29,13 @@ def device_peak(device: jax.Device) -> float | None:
 def useful_flops(arch: Architecture, sequences: int, seq_len: int) -> float:
     """FLOPs that a training step needs: forward and twice as much backward, nothing recomputed.
 
-    Matrix products only. Attention is causal, so half of the pairs count; embedding lookups do
-    not.
+    Matrix products only. Attention is causal, so half of the pairs count, also where a document
+    mask needs fewer; embedding lookups do not.
     """
-    counts = arch.parameter_counts()
     tokens = sequences * seq_len
-    matrices = arch.num_layers * counts.layer + arch.vocab_size * arch.embed_dim
+    projections = 2 * arch.embed_dim * (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    mlp = (3 if arch.mlp == "swiglu" else 2) * arch.embed_dim * arch.mlp_dim
+    matrices = arch.num_layers * (projections + mlp) + arch.vocab_size * arch.embed_dim
     attention = arch.num_layers * 2 * seq_len * arch.num_heads * arch.head_dim
     return 3.0 * tokens * (2 * matrices + attention)
 

@@ -16,7 +16,7 @@ from ulysses_jax.train.evaluation import Evaluator
 from ulysses_jax.train.metrics import MetricsWriter
 from ulysses_jax.train.profile import Profile
 from ulysses_jax.train.run_folder import RunFolder
-from ulysses_jax.train.state import TrainState, random_key
+from ulysses_jax.train.state import Purpose, TrainState, random_key
 from ulysses_jax.train.step_log import StepLog
 from ulysses_jax.train.stopping import StopRequest
 from ulysses_jax.train.trainer import Trainer
@@ -57,7 +57,7 @@ class Loop:
         """
         if not resumes:
             with self.console.status("initialising the parameters"):
-                key = random_key(self.config.seed, self.trainer.program.policy)
+                key = random_key(self.config.seed, Purpose.PARAMETERS, self.trainer.program.policy)
                 return 0, jax.block_until_ready(self.trainer.init(key))
         with self.console.status("restoring the newest checkpoint"):
             start, state = self.checkpoints.restore(self.trainer.state)
@@ -81,9 +81,7 @@ class Loop:
             self.console.print(f"compiled the step in {time.perf_counter() - began:.1f} s")
         config, policy = self.config, self.trainer.program.policy
         steps = config.train.steps
-        if start == steps:
-            self.console.print(f"all {steps} steps are done already; nothing to train")
-        key = random_key(config.seed, policy)
+        key = random_key(config.seed, Purpose.DROPOUT, policy)
         shape = self.trainer.batch.tokens_BS.shape
         feed = device_batches(self.batches.read, shape, policy.batch(leading=1), start, steps)
         files = self.folder if jax.process_index() == 0 else None
@@ -116,6 +114,9 @@ class Loop:
                 self.checkpoints.check()
                 if stopped:
                     break
+            if start == steps:
+                self.console.print(f"all {steps} steps are done already; nothing to train")
+                writer.evaluation(step, self.evaluator(state.params).loss)
             self.checkpoints.wait()
         return End(step, state.params, stopped)
 

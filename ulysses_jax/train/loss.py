@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-IGNORED = -100
-"""The label of a token that does not count."""
+from ulysses_jax.data.batches import IGNORED_LABEL
 
 
 def token_loss_sum(
@@ -34,7 +33,7 @@ def token_loss_sum(
     chunk = min(chunk, tokens)
     missing = -tokens % chunk
     x_NE = jnp.pad(x_BsE.reshape(tokens, -1), ((0, missing), (0, 0)))
-    labels_N = jnp.pad(labels_Bs.reshape(-1), (0, missing), constant_values=IGNORED)
+    labels_N = jnp.pad(labels_Bs.reshape(-1), (0, missing), constant_values=IGNORED_LABEL)
     return _loss_sum(
         x_NE.reshape(-1, chunk, x_BsE.shape[-1]), table_VE, labels_N.reshape(-1, chunk)
     )
@@ -42,14 +41,14 @@ def token_loss_sum(
 
 def count_labels(labels: Int[Array, "..."]) -> Int[Array, ""]:
     """How many labels count."""
-    return jnp.sum(labels != IGNORED, dtype=jnp.int32)
+    return jnp.sum(labels != IGNORED_LABEL, dtype=jnp.int32)
 
 
 def _chunk_loss(x_cE: Array, table_VE: Array, labels_c: Array) -> tuple[Array, Array, Array]:
     """Loss of one chunk with its softmax and one-hot targets' positions."""
     logits_cV = jnp.einsum("ce,ve->cv", x_cE, table_VE, preferred_element_type=jnp.float32)
     lse_c = jax.nn.logsumexp(logits_cV, axis=-1)
-    valid_c = labels_c != IGNORED
+    valid_c = labels_c != IGNORED_LABEL
     target_c = jnp.take_along_axis(logits_cV, jnp.maximum(labels_c, 0)[:, None], axis=-1)[:, 0]
     return jnp.sum(jnp.where(valid_c, lse_c - target_c, 0.0)), logits_cV, lse_c
 
@@ -64,7 +63,7 @@ def _loss_sum_forward(x_ncE: Array, table_VE: Array, labels_nc: Array) -> Any:
     def step(gradient_VE: Array, xs: tuple[Array, Array]) -> Any:
         x_cE, labels_c = xs
         loss, logits_cV, lse_c = _chunk_loss(x_cE, table_VE, labels_c)
-        valid_c1 = (labels_c != IGNORED)[:, None]
+        valid_c1 = (labels_c != IGNORED_LABEL)[:, None]
         target_cV = labels_c[:, None] == jnp.arange(table_VE.shape[0])
         slope_cV = jnp.where(valid_c1, jnp.exp(logits_cV - lse_c[:, None]) - target_cV, 0.0)
         slope_cV = slope_cV.astype(x_cE.dtype)

@@ -2,9 +2,10 @@
 
 metrics.jsonl holds a JSON object a line. After each step:
 `step` (updates and skipped batches so far), `loss` (nats per token), `grad_norm` (before
-clipping), `learning_rate`, `tokens_seen`, `step_time_s`, `tokens_per_second`, `mfu` (useful FLOPs
-over the devices' peak) and `hfu_paper` (the paper's count over it), both null where the peak is
-unknown. After each evaluation: `step`, `eval_loss` (nats per token), `bits_per_token`.
+clipping), `learning_rate`, `tokens_seen`, `step_time_s`, `tokens_per_second`, `mfu` (useful FLOPs,
+those of whole causal sequences, over the devices' peak) and `hfu_paper` (the paper's count over
+it), both null where the peak is unknown. After each evaluation: `step`, `eval_loss` (nats per
+token), `bits_per_token`.
 """
 
 import json
@@ -20,11 +21,14 @@ from tensorboardX import SummaryWriter
 from ulysses_jax.train.run_folder import RunFolder, replace_text
 
 
-def keep_lines_until(path: Path, step: int) -> None:
-    """Drops what a resumed run will write again: lines past `step`, and one cut short by a kill."""
+def keep_lines_until(path: Path, step: int) -> bool:
+    """Drops what a resumed run will write again: lines past `step`, and one cut short by a kill.
+
+    Returns whether an evaluation of `step` itself is among the lines kept.
+    """
     if not path.exists():
-        return
-    kept = []
+        return False
+    kept, evaluated = [], False
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
@@ -32,7 +36,9 @@ def keep_lines_until(path: Path, step: int) -> None:
             continue
         if record["step"] <= step:
             kept.append(line + "\n")
+            evaluated |= "eval_loss" in record and record["step"] == step
     replace_text(path, "".join(kept))
+    return evaluated
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -60,8 +66,10 @@ class MetricsWriter:
         console: Console,
     ):
         self._file: TextIO | None = None
+        self._evaluated: int | None = None
         if folder is not None:
-            keep_lines_until(folder.metrics, start)
+            if keep_lines_until(folder.metrics, start):
+                self._evaluated = start
             self._file = folder.metrics.open("a", encoding="utf-8")
             self._events = SummaryWriter(str(folder.path), purge_step=start + 1)
         self._console = console
@@ -110,7 +118,8 @@ class MetricsWriter:
     def evaluation(self, step: int, loss: float) -> None:
         """Writes the record of one evaluation; `loss` in nats per token."""
         bits = loss / math.log(2)
-        self._write({"step": step, "eval_loss": loss, "bits_per_token": bits})
+        if step != self._evaluated:
+            self._write({"step": step, "eval_loss": loss, "bits_per_token": bits})
         self._console.print(
             f"step {step}  [bold]held-out loss {loss:.4f}, {bits:.3f} bits per token[/bold]",
             highlight=False,

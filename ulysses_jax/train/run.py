@@ -15,9 +15,10 @@ from ulysses_jax.parallel.backend import (
     Processes,
     compiler_options,
     process_table,
+    require_joined,
     start_backend,
 )
-from ulysses_jax.parallel.mesh import SEQ, make_mesh
+from ulysses_jax.parallel.mesh import DATA, make_mesh
 from ulysses_jax.train.checkpoint import Checkpoints
 from ulysses_jax.train.command_line import to_yaml
 from ulysses_jax.train.config import Config, DistributedConfig
@@ -41,9 +42,11 @@ def run(config: Config) -> int:
       ValueError: the config does not fit the devices, the data or the run folder.
     """
     start_backend(config.mesh.simulated_devices, processes_of(config.distributed))
+    require_joined()
     console = Console(quiet=jax.process_index() > 0)
+    _print_processes(console)
     mesh = make_mesh(config.mesh.data, config.mesh.seq)
-    _require_divisible_batch(config, mesh.size // mesh.shape[SEQ])
+    _require_divisible_batch(config, mesh.shape[DATA])
     if config.train.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.train.compilation_cache)
     trainer = Trainer.of(config, mesh)
@@ -72,12 +75,15 @@ def _require_divisible_batch(config: Config, data: int) -> None:
         )
 
 
-def _print_start(console: Console, config: Config, program: Program) -> None:
+def _print_processes(console: Console) -> None:
     if jax.process_count() > 1:
         table = Table("process", "devices", "kind", title="processes", title_justify="left")
         for index, kind, count in process_table():
             table.add_row(str(index), str(count), kind)
         console.print(table)
+
+
+def _print_start(console: Console, config: Config, program: Program) -> None:
     console.print(plan_table(config, program.arch, program.policy))
     options = compiler_options(program.policy.mesh.devices.flat[0])
     listed = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -92,7 +98,9 @@ def _print_start(console: Console, config: Config, program: Program) -> None:
 
 def _train(config: Config, trainer: Trainer, console: Console) -> int:
     folder = RunFolder(config.run_dir)
-    resumes = folder.resumes(config.checkpoint.resume)
+    own_view = folder.resumes(config.checkpoint.resume)
+    # A shared file system may show the others an older state of the folder.
+    resumes = bool(multihost_utils.broadcast_one_to_all(np.bool_(own_view)))
     with console.status("reading the data"):
         corpus = open_corpus(config.data)
     console.print(f"data: {corpus.description}", highlight=False, markup=False)

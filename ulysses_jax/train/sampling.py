@@ -16,7 +16,7 @@ from ulysses_jax.parallel.backend import compiler_options
 from ulysses_jax.parallel.mesh import AXES
 from ulysses_jax.parallel.sharding import ShardingPolicy
 from ulysses_jax.parallel.weights import make_fetch, rejoin, split_for_gradient
-from ulysses_jax.train.state import random_key
+from ulysses_jax.train.state import Purpose, random_key
 
 
 def make_sampler(
@@ -78,7 +78,9 @@ def sample_text(
     inputs = jax.device_put(
         (jnp.asarray([prompt], jnp.int32), jnp.float32(temperature)), policy.whole
     )
-    return jax.device_get(sampler(params, *inputs, random_key(seed, policy)))[0].tolist()
+    return jax.device_get(sampler(params, *inputs, random_key(seed, Purpose.SAMPLING, policy)))[
+        0
+    ].tolist()
 
 
 def encode(prompt: str, text: bool) -> list[int]:

@@ -1,17 +1,18 @@
 """The training state: its pieces, where they live, and how it starts straight in its shards."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from ulysses_jax.model.config import Architecture
 from ulysses_jax.model.gpt import init_params
-from ulysses_jax.parallel.mesh import Mesh
 from ulysses_jax.parallel.sharding import ShardingPolicy
 
 
@@ -33,10 +34,23 @@ class TrainState:
     moments: Any
 
 
-def random_key(seed: int, policy: ShardingPolicy) -> PRNGKeyArray:
-    """The key of `seed` on every device, those of other processes included."""
+class Purpose(IntEnum):
+    """What a random key is for; those of one seed share nothing."""
+
+    PARAMETERS = 0
+    DROPOUT = 1
+    SAMPLING = 2
+
+
+def random_key(seed: int, purpose: Purpose, policy: ShardingPolicy) -> PRNGKeyArray:
+    """The key of `seed` for one purpose, on every device, those of other processes included."""
+
     # device_put refuses keys for a mesh that reaches into other processes.
-    key: PRNGKeyArray = jax.jit(lambda: jax.random.key(seed), out_shardings=policy.whole)()
+    @partial(jax.jit, out_shardings=policy.whole)
+    def make() -> PRNGKeyArray:
+        return jax.random.fold_in(jax.random.key(seed), purpose)
+
+    key: PRNGKeyArray = make()
     return key
 
 

@@ -74,7 +74,7 @@ class Program:
             segments_BS = lax.all_gather(segments_Bs, SEQ, axis=1, tiled=True)
         return partial(
             exchanged_attention,
-            spec=AttentionSpec(causal=True, q_segment_ids=segments_BS, kv_segment_ids=segments_BS),
+            spec=AttentionSpec(causal=True, q_segment_ids=segments_BS),
             local=attention_function(self.arch.attention),
             axis=SEQ,
             scale=self.arch.head_dim**-0.5,
@@ -152,7 +152,8 @@ class Program:
             in_specs=(policy.param_specs, batch_spec, PartitionSpec()),
             out_specs=(PartitionSpec(), policy.gradient_specs, PartitionSpec()),
         )
-        return sharded(params, batch, key)
+        with jax.default_matmul_precision(self.arch.matmul_precision):
+            return sharded(params, batch, key)
 
     def loss_sum(self, params: dict[str, Any], batch: Batch) -> tuple[Array, Array]:
         """Sum of token losses (float32 nats) and number of labels of a [B, S] batch."""
@@ -162,12 +163,14 @@ class Program:
             local = self._local_loss_sum(rejoin(self.policy, free, whole), batch, None)
             return lax.psum((local, count_labels(batch.labels_BS)), AXES)
 
-        return jax.shard_map(
+        sharded = jax.shard_map(
             region,
             mesh=self.policy.mesh,
             in_specs=(self.policy.param_specs, self.policy.batch().spec),
             out_specs=PartitionSpec(),
-        )(params, batch)
+        )
+        with jax.default_matmul_precision(self.arch.matmul_precision):
+            return sharded(params, batch)
 
 
 def make_train_step(

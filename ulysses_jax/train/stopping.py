@@ -40,7 +40,8 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
-        signal.signal(number, signal.SIG_DFL)
+        for caught in self._previous:
+            signal.signal(caught, signal.SIG_DFL)
 
     def stops_at(self, step: int) -> bool:
         """Whether the run shall stop now, after `step` steps; the same answer in all processes."""

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from ulysses_jax.data.batches import Batch
 from ulysses_jax.parallel.backend import compiler_options
-from ulysses_jax.parallel.mesh import Mesh
 from ulysses_jax.train.config import Config
 from ulysses_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from ulysses_jax.train.state import (
