@@ -43,7 +43,7 @@ GPUS_PER_NODE = 8
 
 
 def measure(config: Config) -> dict[str, int]:
-    """Compiles the step of `config`, whose mesh must be explicit, and returns its sizes in bytes."""
+    """Compiles the step of `config`, whose mesh.data is not −1; returns its sizes in bytes."""
     count = config.mesh.data * config.mesh.seq
     nodes = max(count // GPUS_PER_NODE, 1)
     topology = get_topology_desc(
