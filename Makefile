@@ -12,7 +12,8 @@ train: $(VENV)/installed
 	$(BIN)/python train.py --config configs/quickstart.yaml --run_dir $(RUN_DIR)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	# Two files at a time, each on a process of its own: most of a test is compiling.
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
