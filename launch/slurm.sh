@@ -5,7 +5,8 @@
 #
 # Nodes × 8 must be the mesh of the config. Slurm's SIGTERM before the time limit makes the run save
 # and end; submitted again, it continues there (the configs set checkpoint.resume: auto).
-# The run folder and the data cache must lie on a file system that all nodes share.
+# The run folder and the data cache must lie on a file system that all nodes share. PYTHON names the
+# interpreter, .venv/bin/python if unset.
 #SBATCH --job-name=ulysses_jax
 #SBATCH --gpus-per-node=8
 #SBATCH --ntasks-per-node=8
@@ -20,5 +21,5 @@ if [[ $# -lt 1 || ! -f $1 ]]; then
   exit 2
 fi
 
-exec srun --kill-on-bad-exit=1 .venv/bin/python train.py --config "$1" \
+exec srun --kill-on-bad-exit=1 "${PYTHON:-.venv/bin/python}" train.py --config "$1" \
   --distributed.detect true "${@:2}"

@@ -129,8 +129,8 @@ def test_signalled_run_saves_and_ends_and_a_second_signal_ends_it_at_once(
     assert (code, errors) == (0, "")
     reached = saved_step()
     assert (
-        f"stopped after step {reached}, which is saved; continue with checkpoint.resume = true and "
-        f"run_dir = {folder}" in printed.replace("\n", "")
+        f"stopped after step {reached}, which is saved; continue with\n"
+        f"python train.py --config {folder / 'config.yaml'} --checkpoint.resume true\n" in printed
     )
 
     watch = Watch(folder)

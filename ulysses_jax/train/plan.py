@@ -73,7 +73,7 @@ def kept_activation_bytes(config: Config, arch: Architecture, policy: ShardingPo
     Each layer's input, and with `exchange` q, k, v, the output before and after its exchange and
     the log-sum-exp (see `remat.py`).
     """
-    tokens = _device_tokens(config, policy)
+    tokens = _device_rows(config, policy) * config.train.seq_len // policy.mesh.shape[SEQ]
     size = 2 if arch.dtype == "bfloat16" else 4
     per_token = arch.embed_dim * size
     if config.train.remat == "none":
@@ -86,16 +86,17 @@ def kept_activation_bytes(config: Config, arch: Architecture, policy: ShardingPo
     return arch.num_layers * tokens * per_token
 
 
-def _device_tokens(config: Config, policy: ShardingPolicy) -> int:
-    rows = config.train.global_batch // config.train.accumulate // policy.mesh.shape[DATA]
-    return rows * config.train.seq_len // policy.mesh.shape[SEQ]
+def _device_rows(config: Config, policy: ShardingPolicy) -> int:
+    """Sequences of which a device holds its part at a time."""
+    return config.train.global_batch // config.train.accumulate // policy.mesh.shape[DATA]
 
 
 def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Table:
     """The plan as a table for people."""
     mesh, train = policy.mesh, config.train
     data, seq = mesh.shape[DATA], mesh.shape[SEQ]
-    tokens = _device_tokens(config, policy)
+    rows = _device_rows(config, policy)
+    tokens = rows * train.seq_len // seq
     state = plan_state(policy, config.optimizer.name)
     heads = HeadPlan.of(arch.num_heads, arch.num_kv_heads, seq)
     table = Table(title="plan", show_header=False, title_justify="left")
@@ -103,7 +104,7 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
     idle = jax.device_count() - mesh.size
     table.add_row(
         "mesh",
-        f"data {data} × seq {seq} = {mesh.size} × {device.device_kind} ({device.platform})"
+        f"data {data} × seq {seq} = {mesh.size} devices ({device.device_kind})"
         + (f"; {idle} more devices stay idle" if idle else ""),
     )
     table.add_row(
@@ -113,8 +114,8 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
     )
     table.add_row(
         "step",
-        f"{train.global_batch} sequences × {train.seq_len:,} tokens in {train.accumulate} part(s);"
-        f" a device holds {tokens:,} tokens at a time",
+        f"{train.global_batch} × {train.seq_len:,} tokens in {train.accumulate} accumulated parts; "
+        f"a device holds {rows} × {train.seq_len // seq:,} tokens of each",
     )
     table.add_row(
         "attention",
@@ -128,7 +129,7 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
         f"{_bytes(state.gradients)}, moments {_bytes(state.moments)}; in all "
         f"{_bytes(state.total)}, {state.total / state.even_share - 1:+.1%} against an even split",
     )
-    table.add_row("left whole", ", ".join(state.whole) or "nothing")
+    table.add_row("left whole", ", ".join(state.whole) or "no parameter")
     kept = kept_activation_bytes(config, arch, policy)
     table.add_row(
         "activations",
@@ -148,20 +149,21 @@ def compiled_table(compiled: Any) -> Table:
     """Memory and collectives of a compiled step, as XLA states them for one device."""
     table = Table(title="compiled step, per device", show_header=False, title_justify="left")
     memory = compiled.memory_analysis()
-    table.add_row("arguments", _bytes(memory.argument_size_in_bytes))
-    table.add_row("temporary", _bytes(memory.temp_size_in_bytes))
-    groups: dict[tuple[str, int], list[int | None]] = {}
-    sizes: dict[tuple[str, int], int] = {}
+    table.add_row("state and batch", _bytes(memory.argument_size_in_bytes))
+    # The CPU compiler widens bfloat16, and schedules otherwise than a GPU's.
+    table.add_row("temporary, on this backend", _bytes(memory.temp_size_in_bytes))
+    groups: dict[tuple[str, bool], list[int | None]] = {}
+    sizes: dict[tuple[str, bool], int] = {}
     for found in collectives(compiled.as_text()):
-        key = (found.kind, found.loops)
+        key = (found.kind, found.loops > 0)
         groups.setdefault(key, []).append(found.runs)
         sizes[key] = sizes.get(key, 0) + found.elements * (found.runs or 1)
-    for (kind, loops), runs in sorted(groups.items()):
-        place = f"in {loops} loop(s)" if loops else "outside loops"
+    for (kind, inside), runs in sorted(groups.items()):
+        place = "inside the layer loops" if inside else "outside the layer loops"
         times = sum(n or 1 for n in runs)
         table.add_row(
             f"{kind} {place}",
-            f"{len(runs)} instructions, {times} runs, {sizes[kind, loops]:,} elements",
+            f"{len(runs)} instructions, run {times} times, {sizes[kind, inside]:,} elements of results",
         )
     return table
 

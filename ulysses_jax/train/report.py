@@ -62,9 +62,9 @@ def finish(
         console.rule("sampled continuation", align="left")
         console.print(Text.assemble((printable(start), "dim"), printable(continued)))
         console.rule()
-    console.print(
+    example = "--prompt 'def ' --tokens 100" if text else "--prompt 'ID ID …' --tokens 100"
+    for line in (
         f"run folder: {folder.path}  (loss plot: {folder.loss_plot})",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+        f"try: python -m ulysses_jax generate --run_dir {folder.path} {example}",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

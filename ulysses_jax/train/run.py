@@ -85,9 +85,10 @@ def _print_processes(console: Console) -> None:
 
 def _print_start(console: Console, config: Config, program: Program) -> None:
     console.print(plan_table(config, program.arch, program.policy))
-    options = compiler_options(program.policy.mesh.devices.flat[0])
-    listed = ", ".join(f"{name}={value}" for name, value in options.items())
-    console.print(f"XLA options: {listed or 'none'}", highlight=False)
+    device = program.policy.mesh.devices.flat[0]
+    if device.platform != "cpu":
+        listed = ", ".join(f"{name}={value}" for name, value in compiler_options(device).items())
+        console.print(f"XLA options: {listed or 'none'}", highlight=False)
     warmup = warmup_used(config.optimizer, config.train.steps)
     if warmup < config.optimizer.warmup_steps:
         console.print(
@@ -138,8 +139,11 @@ def _train(config: Config, trainer: Trainer, console: Console) -> int:
             return 1
     if end.stopped:
         console.print(
-            f"stopped after step {end.step}, which is saved; continue with "
-            f"checkpoint.resume = true and run_dir = {folder.path}"
+            f"stopped after step {end.step}, which is saved; continue with\n"
+            f"python train.py --config {folder.config} --checkpoint.resume true",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
         return 0
     finish(config, program, corpus, folder, end.params, console)
