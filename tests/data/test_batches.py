@@ -215,14 +215,19 @@ def test_seed_out_of_range_is_refused(seed):
         train([36], seed=seed)
 
 
-def test_token_outside_the_vocabulary_is_refused_where_it_is_read():
-    batches = evaluate([16], seq_len=4, batch=1, vocab_size=9)
-    batches.read(0, ALL, ALL)
-    batches.read(1, ALL, slice(0, 3))
+def test_training_token_outside_the_vocabulary_is_refused_where_it_is_read():
+    # One window: its inputs are all below 9, and the label of the last one is not.
+    batches = train([10], seq_len=8, global_batch=1, vocab_size=9)
+    batches.read(0, ALL, slice(0, 7))
     with pytest.raises(
         ValueError, match=r"token 9 at index 8 .*model\.vocab_size=9; raise .* to at least 10"
     ):
-        batches.read(1, ALL, slice(0, 4))  # the label of its last input
+        batches.read(0, ALL, slice(0, 8))
+
+
+def test_held_out_token_outside_the_vocabulary_is_refused_before_training():
+    with pytest.raises(ValueError, match=r"token 16 at index 15 .*model\.vocab_size=9"):
+        evaluate([16], seq_len=4, batch=1, vocab_size=9)
 
 
 def test_largest_uint32_token_is_refused_and_not_wrapped():

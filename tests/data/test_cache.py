@@ -43,7 +43,7 @@ def test_loser_of_a_race_keeps_the_winner(tmp_path):
         (partial / "second").touch()
 
     ensure_folder(folder, write_second)
-    assert sorted(os.listdir(folder)) == ["hello", "sizes.json"]
+    assert sorted(os.listdir(folder)) == ["hello", "sha256.json"]
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -61,14 +61,16 @@ def test_partial_folder_of_a_killed_process_is_never_opened_and_removed_after_a_
     assert partial.exists() == is_kept
 
 
-@pytest.mark.parametrize("damage", ["truncated", "file missing", "sizes missing"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "file missing", "sums missing"])
 def test_damaged_folder_is_refused(tmp_path, damage):
     folder = tmp_path / "x"
     ensure_folder(folder, write_hello)
     if damage == "truncated":
         (folder / "hello").write_text("hel")
+    elif damage == "changed":
+        (folder / "hello").write_text("hullo")
     else:
-        (folder / ("hello" if damage == "file missing" else "sizes.json")).unlink()
+        (folder / ("hello" if damage == "file missing" else "sha256.json")).unlink()
     with pytest.raises(ValueError, match=r"is damaged \(.*\); delete that folder"):
         ensure_folder(folder, fail_to_write)
 

@@ -78,7 +78,11 @@ def test_sharded_weights_sample_the_same_text(trained):
 @pytest.mark.parametrize(
     ("prompt", "tokens", "words"),
     [
-        ([1] * 20, 5, "20 tokens and 5 more are asked for.* at most 4 tokens"),
+        (
+            [1] * 20,
+            5,
+            "20 tokens and 5 more are asked for.* at most 4 tokens",
+        ),
         ([1] * 30, 1, "30 tokens and 1 more are asked for.* sequences of 24"),
         ([], 1, "the prompt is empty"),
         ([40], 1, "token 40, but model.vocab_size is 37"),

@@ -50,6 +50,7 @@ def test_whole_run_leaves_every_file_of_its_folder(whole_run, records, tiny_run,
     (events,) = folder.glob("events.*")
     assert names == {
         *("config.yaml", "data.txt", "metrics.jsonl", "checkpoints", "loss.png", "sample.txt"),
+        ".lock",
         events.name,
     }
     assert load(folder / "config.yaml") == parse(
@@ -221,6 +222,7 @@ def test_existing_run_is_refused_without_resume_and_left_alone(refused, tiny_run
             "checkpoint is of step 48, but train.steps is 7; use train.steps of 48",
         ),
         ("--optimizer.name sgd", "Use the checkpoint's model and optimizer"),
+        ("--seed 7", "data.seed is 0 in the checkpoint, 7 in the config"),
     ],
 )
 def test_resume_with_another_model_says_what_differs(

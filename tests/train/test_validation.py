@@ -58,6 +58,16 @@ from ulysses_jax.train.config import ConfigError
             "--data.document_end 256",
             "data.document_end is 256; use a token id from 0 to 255 (model.vocab_size = 256)",
         ),
+        ("--train.steps 1:30", "train.steps is '1:30', expected an integer"),
+        ("--optimizer.learning_rate 1e39", "optimizer.learning_rate is 1e+39; use a finite number"),
+        ("--train.seq_len 3000000000", "train.seq_len is 3000000000; use 2147483647 or less"),
+        ("--model.vocab_size 99999999999", "model.vocab_size is 99999999999; use 1 to 2147483647"),
+        (
+            "--data.source . --run_dir runs/x --data.cache_dir ../cache",
+            "run_dir runs/x lies in data.source ., so the run would train on its own files; give "
+            "run_dir a path outside",
+        ),
+        ("--run_dir a\0b", "run_dir is 'a\\x00b', which holds a zero byte; use another path"),
         (
             "--data.document_mask --data.source tokens.bin",
             "data.document_mask is true, but nothing says where the documents of tokens.bin end; "

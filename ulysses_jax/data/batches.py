@@ -115,10 +115,10 @@ class EvalBatches:
         document_mask: bool,
         vocab_size: int,
     ) -> None:
-        """Plans the batches, of `batch` rows each; reads no tokens. Arguments as in `TrainBatches`.
+        """Plans the batches, of `batch` rows each. Arguments as in `TrainBatches`.
 
         Raises:
-            ValueError: there is no token to predict.
+            ValueError: there is no token to predict, or one is not below vocab_size.
         """
         # The first token of the store, or of each document, is predicted from nothing.
         self.predictions = max(len(store) - (len(store.document_starts) if document_mask else 1), 0)
@@ -129,6 +129,8 @@ class EvalBatches:
                 "data.heldout_tokens or give more data"
             )
         self._reader = _WindowReader(store, seq_len, document_mask, vocab_size)
+        # Before any training, whose last evaluation would otherwise find it.
+        self._reader.check_vocabulary(store.tokens, 0)
         self._seq_len = seq_len
         self._batch = batch
         self._windows = -(-(len(store) - 1) // seq_len)
@@ -172,7 +174,7 @@ class _WindowReader:
         segments_BS = np.zeros(shape, np.int32) if self.document_mask else None
         for row, start in enumerate(starts_B):
             read = self.store.tokens[start + first : start + last + 1]
-            self._check_vocabulary(read, start + first)
+            self.check_vocabulary(read, start + first)
             inputs, labels = read[: last - first], read[1:]
             tokens_BS[row, : len(inputs)] = inputs
             labels_BS[row, : len(labels)] = labels
@@ -193,7 +195,7 @@ class _WindowReader:
         padding = len(self.store) - start
         return np.append(bounds, padding) if padding else bounds
 
-    def _check_vocabulary(self, read: np.ndarray, offset: int) -> None:
+    def check_vocabulary(self, read: np.ndarray, offset: int) -> None:
         if len(read) and (largest := int(read.max())) >= self.vocab_size:
             raise ValueError(
                 f"token {largest} at index {offset + int(read.argmax())} of the data is not below "

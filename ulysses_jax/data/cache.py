@@ -3,12 +3,13 @@
 A folder is written under a temporary name beside its place, flushed, and renamed into place; the
 first of several writers wins and the others drop their copies. It holds what the caller wrote and
 
-    sizes.json      {file name: bytes}, compared each time before the folder is used
+    sha256.json     {file name: SHA-256 in hex}, compared each time before the folder is used
 
 While it is written it is named `.<name>.<random>.partial`. That is what a killed process leaves:
 it is never opened, and removed by a later writer of the same folder once it is a day old.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_SIZES = "sizes.json"
+_SUMS = "sha256.json"
 _ABANDONED_AFTER_S = 24 * 3600
 
 
@@ -54,8 +55,8 @@ def ensure_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _seal(partial: Path) -> None:
-    sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    (partial / _SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
+    sums = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+    (partial / _SUMS).write_text(json.dumps(sums, indent=2) + "\n")
     # The rename may reach the disk before the contents do: flush them first.
     for path in (*partial.iterdir(), partial):
         _flush(path)
@@ -91,13 +92,17 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _check(folder: Path) -> None:
     try:
-        sizes: dict[str, int] = json.loads((folder / _SIZES).read_text())
-        for name, size in sizes.items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                raise ValueError(f"{name} has {found} bytes, not {size}")
+        sums: dict[str, str] = json.loads((folder / _SUMS).read_text())
+        for name, expected in sums.items():
+            if _sha256(folder / name) != expected:
+                raise ValueError(f"{name} is not as it was written")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the token cache {str(folder)!r} is damaged ({error}); delete that folder, it will be "

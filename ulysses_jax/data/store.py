@@ -1,7 +1,8 @@
 """Token stores: memory-mapped tokens and where their documents start.
 
-Text becomes tokens once, in `<cache_dir>/<fingerprint>/` (written by `cache.py`, whose `sizes.json`
-lies there too); the fingerprint is a hash of the documents' names and bytes and of the split:
+Text becomes tokens once, in `<cache_dir>/<fingerprint>/` (written by `cache.py`, whose
+`sha256.json` lies there too); the fingerprint is a hash of the documents' names and bytes and of
+the split:
 
     train.tokens        uint8, a byte of text each: the training documents, one after the other
     train.starts        little-endian int64, the index of the first token of each document

@@ -227,8 +227,8 @@ def _given(value: _T | None, default: _T) -> _T:
 
 
 def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"model.{name} is {value}; use 1 or more")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"model.{name} is {value}; use 1 to {2**31 - 1}")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

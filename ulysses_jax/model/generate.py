@@ -82,10 +82,11 @@ def check_length(arch: Architecture, prompt: int, tokens: int) -> None:
     if prompt < 1:
         raise ValueError("the prompt is empty; give at least one token to continue")
     if prompt + tokens > arch.max_seq_len:
+        room = arch.max_seq_len - prompt
+        fix = f", or ask for at most {room} tokens" if room > 0 else ""
         raise ValueError(
             f"the prompt has {prompt} tokens and {tokens} more are asked for, but the model was "
-            f"trained on sequences of {arch.max_seq_len}; shorten the prompt or ask for at most "
-            f"{max(arch.max_seq_len - prompt, 0)} tokens"
+            f"trained on sequences of {arch.max_seq_len}; shorten the prompt{fix}"
         )
 
 

@@ -63,6 +63,7 @@ def start_backend(simulated_devices: int, processes: Processes) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", simulated_devices)
     if processes.coordinator is not None or processes.detect:
+        print(f"joining the run at {processes.coordinator or 'the launcher'}", file=sys.stderr)
         try:
             jax.distributed.initialize(
                 coordinator_address=processes.coordinator,

@@ -308,6 +308,13 @@ def latest_step(directory: Path) -> int | None:
     return next((step for step in steps if _has_manifest(_step_path(directory, step))), None)
 
 
+def has_sealed_remains(directory: Path) -> bool:
+    """Whether a checkpoint was once complete here, be it damaged since or moved aside."""
+    places = [directory, directory / DAMAGED_FOLDER]
+    steps = (step for place in places for step in place.glob("step_*"))
+    return any((step / manifest.MANIFEST_NAME).exists() for step in steps)
+
+
 def _committed_steps(directory: Path) -> list[int]:
     """The steps that Orbax committed, newest first."""
     if not directory.is_dir():

@@ -29,12 +29,16 @@ def keep_lines_until(path: Path, step: int) -> bool:
     if not path.exists():
         return False
     kept, evaluated = [], False
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if record["step"] <= step:
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("step"), int | float)
+            and (record["step"] <= step)
+        ):
             kept.append(line + "\n")
             evaluated |= "eval_loss" in record and record["step"] == step
     replace_text(path, "".join(kept))

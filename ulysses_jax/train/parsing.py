@@ -7,6 +7,7 @@ and it names no nearest key. A value is text in both places, so both follow the 
 
 import dataclasses
 import difflib
+import re
 import types
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ from ulysses_jax.train.config import ConfigError
 _T = TypeVar("_T")
 _TYPE_NAMES = types.MappingProxyType(
     {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+)
+_NUMBER = re.compile(
+    r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|[-+]?\.?(inf|nan)$|null$|~$", re.IGNORECASE
 )
 
 
@@ -225,6 +229,10 @@ def build_config(schema: type[_T], values: Mapping[str, Any]) -> _T:
     """
     check_required(schema, values)
     leaves = leaves_of(schema)
+    for key, value in values.items():
+        # YAML would also read 1:30 as 90 and "5 # no" as 5.
+        if isinstance(value, str) and _is_numeric(leaves[key].type) and not _NUMBER.match(value):
+            raise ConfigError(f"{key} is {_shown(value)}, expected {describe(leaves[key].type)}")
     parser = _parser_of(schema)
     try:
         namespace = parser.parse_object(_nest(values))
@@ -236,6 +244,11 @@ def build_config(schema: type[_T], values: Mapping[str, Any]) -> _T:
                 raise ConfigError(f"{key} is {_shown(value)}, expected {expected}") from None
         raise ConfigError(" ".join(str(error).split())) from None
     return _construct(schema, namespace.as_dict())
+
+
+def _is_numeric(hint: Any) -> bool:
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return set(parts) <= {int, float, type(None)}
 
 
 def describe(hint: Any) -> str:

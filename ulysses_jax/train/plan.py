@@ -163,7 +163,7 @@ def compiled_table(compiled: Any) -> Table:
         times = sum(n or 1 for n in runs)
         table.add_row(
             f"{kind} {place}",
-            f"{len(runs)} instructions, run {times} times, {sizes[kind, inside]:,} elements of results",
+            f"{len(runs)} instructions, run {times} times, {sizes[kind, inside]:,} result elements",
         )
     return table
 

@@ -1,7 +1,7 @@
 """`run(config)`: everything a training run is made of, from devices to the finished report."""
 
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from ulysses_jax.train.command_line import to_yaml
 from ulysses_jax.train.config import Config, DistributedConfig
 from ulysses_jax.train.corpus import open_corpus
 from ulysses_jax.train.evaluation import Evaluator
-from ulysses_jax.train.identity import identity_of
+from ulysses_jax.train.identity import run_identity
 from ulysses_jax.train.loop import Loop
 from ulysses_jax.train.optimizer import warmup_used
 from ulysses_jax.train.plan import compiled_table, plan_table
@@ -32,6 +32,7 @@ from ulysses_jax.train.report import finish
 from ulysses_jax.train.run_folder import RunFolder
 from ulysses_jax.train.step import Program
 from ulysses_jax.train.step_log import NonFinite
+from ulysses_jax.train.terminal import make_console
 from ulysses_jax.train.trainer import Trainer
 
 
@@ -43,7 +44,7 @@ def run(config: Config) -> int:
     """
     start_backend(config.mesh.simulated_devices, processes_of(config.distributed))
     require_joined()
-    console = Console(quiet=jax.process_index() > 0)
+    console = make_console(quiet=jax.process_index() > 0)
     _print_processes(console)
     mesh = make_mesh(config.mesh.data, config.mesh.seq)
     _require_divisible_batch(config, mesh.shape[DATA])
@@ -118,14 +119,17 @@ def _train(config: Config, trainer: Trainer, console: Console) -> int:
     evaluator = Evaluator.of(program, corpus.heldout, rows, config.data.document_mask)
     # Also the moment when every process has checked the folder, before one of them makes it.
     _require_same_data(corpus)
-    identity = identity_of(program.arch, program.policy, corpus.fingerprint)
+    identity = run_identity(config, program, corpus.fingerprint)
 
     def report(message: str) -> None:
         console.print(message, markup=False, soft_wrap=True)
 
-    with closing(
-        Checkpoints(folder.checkpoints, config.checkpoint.keep, identity, report)
-    ) as checkpoints:
+    with (
+        folder.locked() if jax.process_index() == 0 else nullcontext(),
+        closing(
+            Checkpoints(folder.checkpoints, config.checkpoint.keep, identity, report)
+        ) as checkpoints,
+    ):
         loop = Loop(config, trainer, batches, evaluator, checkpoints, folder, console)
         start, state = loop.first_state(resumes)
         # Not before: a run that may not resume here leaves the folder's config as it was.

@@ -90,7 +90,8 @@ def encode(prompt: str, text: bool) -> list[int]:
       ValueError: an id is not a number.
     """
     if text:
-        return list(prompt.encode("utf-8"))
+        # Bytes of the command line that are no UTF-8 reach Python as surrogates.
+        return list(prompt.encode("utf-8", errors="surrogateescape"))
     try:
         return [int(word) for word in prompt.split()]
     except ValueError as error:

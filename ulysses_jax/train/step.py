@@ -41,8 +41,8 @@ class StepMetrics:
       grad_norm: global norm of the gradient before clipping.
       learning_rate: of this update.
       labels: how many labels counted.
-      applied: false if the update was skipped, because the loss or gradient was not finite or
-        no label counted.
+      applied: false if the update was skipped, because the loss, the gradient or the update was
+        not finite, or no label counted.
     """
 
     loss: Float[Array, ""]
@@ -194,8 +194,9 @@ def make_train_step(
         loss, gradients, labels = program.loss_and_gradients(state.params, batch, step_key)
         gradients, params = as_moments(gradients), as_moments(state.params)
         norm = optax.tree.norm(gradients)
-        applied = jnp.isfinite(loss) & jnp.isfinite(norm) & (labels > 0)
         updates, moments = optimizer.update(gradients, state.moments, params)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
+        applied = finite & (labels > 0)
         updated = as_moments(optax.apply_updates(params, updates))
 
         def kept(new: Array, old: Array) -> Array:

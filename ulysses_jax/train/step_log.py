@@ -13,7 +13,7 @@ from ulysses_jax.train.step import Program, StepMetrics
 
 
 class NonFinite(Exception):
-    """The loss or the gradient of a step was not a number; its update was not applied."""
+    """The loss, gradient or update of a step was not finite, and the update was not applied."""
 
 
 class StepLog:
@@ -59,8 +59,9 @@ class StepLog:
             self._checkpoints.wait()
             good = self._checkpoints.latest_step()
             raise NonFinite(
-                f"at step {step} the loss is {metrics.loss} and the gradient's norm "
-                f"{metrics.grad_norm}; the update was not applied. The last good checkpoint is "
+                f"the update of step {step} was not applied, because it, the loss "
+                f"({metrics.loss}) or the gradient's norm ({metrics.grad_norm}) is not "
+                "finite. The last good checkpoint is "
                 + ("none" if good is None else f"of step {good}")
                 + "; lower optimizer.learning_rate or look at the data of this step"
             )

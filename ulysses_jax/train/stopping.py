@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGTERM or Ctrl-C lets it save and end.
+"""Stopping a run from outside: SIGTERM, Ctrl-C or a closed terminal lets it save and end.
 
 In a single process the first signal asks for the stop and a second one ends the process at once.
 With several, JAX's preemption notifier owns SIGTERM and agrees with all processes on one step to
@@ -23,8 +23,10 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if jax.process_count() == 1:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._ask)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                # Under nohup a closed terminal is to be ignored.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._ask)
         else:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, _pass_on_as_sigterm)
         return self

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,13 +40,20 @@ _SMALLEST: Mapping[str, int] = MappingProxyType(
 )
 
 
+# Token positions and parameter indices are int32.
+_LARGEST_COUNT = 2**31 - 1
+# Each is a thread and a copy of the program.
+_LARGEST: Mapping[str, int] = MappingProxyType({"mesh.simulated_devices": 4096})
+
+
 class _Range(NamedTuple):
     holds: Callable[[float], bool]
     words: str
 
 
-_ABOVE_ZERO = _Range(lambda value: value > 0, "above 0")
-_FROM_ZERO = _Range(lambda value: value >= 0, "of 0 or more")
+# Optimizer state is float32.
+_ABOVE_ZERO = _Range(lambda value: 0 < value < 1e38, "above 0 and below 1e38")
+_FROM_ZERO = _Range(lambda value: 0 <= value < 1e38, "of 0 or more and below 1e38")
 _SHARE = _Range(lambda value: 0 <= value <= 1, "from 0 to 1")
 _DECAY = _Range(lambda value: 0 <= value < 1, "from 0 to below 1")
 _RANGES: Mapping[str, _Range] = MappingProxyType(
@@ -75,6 +83,15 @@ def validate(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _validate_data(config.data, architecture)
+    for key, path in (("run_dir", config.run_dir), ("data.cache_dir", config.data.cache_dir)):
+        if Path(config.data.source).resolve() in (
+            Path(path).resolve(),
+            *Path(path).resolve().parents,
+        ):
+            raise ConfigError(
+                f"{key} {path} lies in data.source {config.data.source}, so the run would train on "
+                f"its own files; give {key} a path outside"
+            )
     devices = config.mesh.simulated_devices * (config.distributed.num_processes or 1)
     _validate_mesh(config.mesh, architecture, devices)
     _validate_batch(config, devices)
@@ -99,6 +116,9 @@ def _validate_numbers(config: Any, *prefixes: str) -> None:
     for key, smallest in _SMALLEST.items():
         if key.startswith(prefixes) and attrgetter(key)(config) < smallest:
             raise ConfigError(f"{key} is {attrgetter(key)(config)}; use {smallest} or more")
+        largest = _LARGEST.get(key, _LARGEST_COUNT)
+        if key.startswith(prefixes) and attrgetter(key)(config) > largest:
+            raise ConfigError(f"{key} is {attrgetter(key)(config)}; use {largest} or less")
     for key, allowed in _RANGES.items():
         if key.startswith(prefixes):
             value = attrgetter(key)(config)
@@ -114,6 +134,12 @@ def _validate_seed(seed: int) -> None:
 def _validate_path(key: str, path: str) -> None:
     if not path.strip():
         raise ConfigError(f"{key} is {path!r}; use the path of a folder")
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key} is {path!r}, which is not UTF-8; use another path") from None
+    if "\0" in path:
+        raise ConfigError(f"{key} is {path!r}, which holds a zero byte; use another path")
 
 
 def _validate_distributed(distributed: DistributedConfig) -> None:
@@ -151,6 +177,7 @@ def _validate_data(data: DataConfig, architecture: Architecture) -> None:
         raise ConfigError(
             f"data.source is {data.source!r}; use python-stdlib or the path of a file or folder"
         )
+    _validate_path("data.source", data.source)
     _validate_path("data.cache_dir", data.cache_dir)
     if data.document_mask and data.source.endswith(".bin") and data.document_end is None:
         raise ConfigError(
