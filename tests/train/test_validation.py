@@ -61,7 +61,10 @@ from ulysses_jax.train.config import ConfigError
         ("--train.steps 1:30", "train.steps is '1:30', expected an integer"),
         ("--optimizer.learning_rate 1e39", "optimizer.learning_rate is 1e+39; use a finite number"),
         ("--train.seq_len 3000000000", "train.seq_len is 3000000000; use 2147483647 or less"),
-        ("--model.vocab_size 99999999999", "model.vocab_size is 99999999999; use 1 to 2147483647"),
+        (
+            "--model.vocab_size 99999999999",
+            "model.vocab_size is 99999999999; use 2147483647 or less",
+        ),
         (
             "--data.source . --run_dir runs/x --data.cache_dir ../cache",
             "run_dir runs/x lies in data.source ., so the run would train on its own files; give "

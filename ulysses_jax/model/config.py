@@ -227,8 +227,10 @@ def _given(value: _T | None, default: _T) -> _T:
 
 
 def _require_positive(name: str, value: int) -> None:
-    if not 1 <= value < 2**31:
-        raise ValueError(f"model.{name} is {value}; use 1 to {2**31 - 1}")
+    if value < 1:
+        raise ValueError(f"model.{name} is {value}; use 1 or more")
+    if value >= 2**31:
+        raise ValueError(f"model.{name} is {value}; use {2**31 - 1} or less")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

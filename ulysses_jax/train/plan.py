@@ -114,8 +114,9 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
     )
     table.add_row(
         "step",
-        f"{train.global_batch} × {train.seq_len:,} tokens in {train.accumulate} accumulated parts; "
-        f"a device holds {rows} × {train.seq_len // seq:,} tokens of each",
+        f"{train.global_batch} × {train.seq_len:,} tokens"
+        + (f" in {train.accumulate} parts" if train.accumulate > 1 else "")
+        + f"; a device holds {rows} × {train.seq_len // seq:,} of them at a time",
     )
     table.add_row(
         "attention",
