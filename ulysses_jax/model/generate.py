@@ -44,19 +44,6 @@ def generate(
     Raises:
       ValueError: prompt and continuation together are longer than the model's length.
     """
-    with jax.default_matmul_precision(arch.matmul_precision):
-        return _generate(arch, params, prompt_BS, tokens, temperature, key, fetch)
-
-
-def _generate(
-    arch: Architecture,
-    params: Params,
-    prompt_BS: Int[Array, "B S"],
-    tokens: int,
-    temperature: Float[Array, ""],
-    key: PRNGKeyArray,
-    fetch: Fetch,
-) -> Int[Array, "B N"]:
     S = prompt_BS.shape[1]
     check_length(arch, S, tokens)
 

@@ -32,15 +32,16 @@ def make_sampler(
         free, whole = split_for_gradient(policy, params)
         stored = rejoin(policy, free, whole)
         varying = partial(lax.pcast, axis_name=AXES, to="varying")
-        sampled_BN = generate(
-            arch,
-            stored,
-            varying(prompt_BS),
-            tokens,
-            temperature,
-            key,
-            make_fetch(policy, arch.dtype),
-        )
+        with jax.default_matmul_precision(arch.matmul_precision):
+            sampled_BN = generate(
+                arch,
+                stored,
+                varying(prompt_BS),
+                tokens,
+                temperature,
+                key,
+                make_fetch(policy, arch.dtype),
+            )
         # All devices hold the same text; the maximum tells the compiler so.
         return lax.pmax(sampled_BN, AXES)
 
