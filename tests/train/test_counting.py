@@ -1,5 +1,6 @@
 """The compiled step holds the collectives of the design and no others, and nothing whole."""
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -156,3 +157,20 @@ def test_the_state_starts_in_its_shards(tiny_architecture, mesh_shape):
     largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
     placements = jax.tree.leaves(policy.placements)
     assert largest == max(math.prod(p.stored) for p in placements) // policy.mesh.size
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bfloat16_weights_travel_in_bfloat16_and_their_gradients_in_float32(arch, stage):
+    """Read before compilation: the CPU compiler reduces bfloat16 in float32, others do not."""
+    policy = sharding_policy(arch, make_mesh(*MESH), stage)
+    program = Program(dataclasses.replace(arch, dtype="bfloat16"), policy, "full", 8)
+    array = jax.ShapeDtypeStruct((1, BATCH, SEQUENCE), np.int32, sharding=policy.batch(leading=1))
+    text = str(
+        jax.make_jaxpr(program.loss_and_gradients)(
+            policy.stored_params(), Batch(array, array, array, None), jax.random.key(0)
+        )
+    )
+    types = re.findall(r":(\w+)\[[\d,]*\]\S* = (reduce_scatter|all_gather|all_to_all)\b", text)
+    assert {dtype for dtype, kind in types if kind == "reduce_scatter"} == {"f32"}
+    assert {dtype for dtype, kind in types if kind != "reduce_scatter"} == {"bf16"}
+    assert len({kind for _, kind in types}) == (3 if stage == 3 else 2)
