@@ -168,6 +168,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing(padded_run, wide_batches)
     assert int(metrics.labels) > 0
 
 
+def test_an_update_that_is_not_finite_is_not_applied(tiny_architecture, batches):
+    # The gradient is finite; only its product with the rate overflows.
+    run = Run(tiny_architecture(), (1, 1), 0, dataclasses.replace(SGD, learning_rate=1e38))
+    before = run.start()
+    state, metrics = run(before, batches[0])
+    _assert_unchanged(state, before)
+    assert np.isfinite(metrics.grad_norm)
+    assert not metrics.applied
+
+
 def test_the_mean_is_over_valid_labels_of_the_whole_batch(padded_run, wide_batches):
     # One label in all, held by the last device of the mesh: a mean of means would divide by six.
     labels = np.full_like(wide_batches[0].labels_BS, -100)
