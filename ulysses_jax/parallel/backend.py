@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 
 import jax
@@ -30,6 +31,8 @@ _CPU_OPTIONS: dict[str, bool | int] = {
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
     "xla_cpu_collective_timeout_seconds": 3600,
 }
+
+_COORDINATOR_STAYS_S = 10
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,15 @@ def require_joined() -> None:
 def leave_at_once(code: int) -> None:
     """Ends this process now if it is one of several; otherwise does nothing.
 
-    A process that failed alone would wait at its exit for the others, and they for it.
+    A process that failed alone would wait at its exit for the others, and they for it. The first
+    one leaves last: it holds the coordinator, without which JAX aborts the others before they can
+    say what they failed with.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
+        if jax.process_index() == 0:
+            time.sleep(_COORDINATOR_STAYS_S)
         os._exit(code)
 
 
