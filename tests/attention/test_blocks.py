@@ -1,63 +1,41 @@
-"""Blocks: their sizes, their layout, and the key blocks that a query block visits."""
+"""How a call is cut into units and blocks, and put together again."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ulysses_jax.attention.blocks import (
-    BlockSizes,
-    QueryReach,
-    block_sizes,
-    from_blocks,
-    query_reach,
-    to_blocks,
-)
+from ulysses_jax.attention.blocks import BlockSizes, Cut
 from ulysses_jax.attention.shapes import AttentionSizes
-from ulysses_jax.attention.spec import AttentionSpec
+
+SIZES = AttentionSizes(batch=2, q_len=7, kv_len=5, heads=6, kv_heads=2, head_dim=3)
+WHOLE = Cut(SIZES, BlockSizes(4, 2, rows=2, kv_heads=2))
+SPLIT = Cut(SIZES, BlockSizes(4, 2))
 
 
-@pytest.mark.parametrize(
-    ("q_len", "kv_len", "heads", "expected"),
-    [
-        (1, 1, 1, (1, 1)),
-        (509, 7, 16, (509, 7)),
-        (4096, 4096, 16, (512, 512)),
-        (4096, 4096, 17, (256, 256)),
-        (514, 8192, 1, (272, 512)),
-    ],
-)
-def test_blocks_are_bounded_and_even(
-    q_len: int, kv_len: int, heads: int, expected: tuple[int, int]
-) -> None:
-    assert block_sizes(AttentionSizes(1, q_len, kv_len, heads, heads, 64)) == expected
+def _numbers(*shape: int) -> np.ndarray:
+    return np.arange(1, np.prod(shape) + 1, dtype=np.int32).reshape(shape)
 
 
-def test_rows_of_heads_that_share_keys_lie_together() -> None:
-    x = jnp.arange(2 * 7 * 6 * 3).reshape(2, 7, 6, 3)
-    blocks = to_blocks(x, 2, 4)
-    assert blocks.shape == (2, 2, 2, 12, 3)
-    np.testing.assert_array_equal(blocks[0, 1, 1, 4:8], x[1, :4, 4])
-    np.testing.assert_array_equal(blocks[1, 1, 1, 4:7], x[1, 4:, 4])
-    assert not blocks[1, 1, 1, 7].any()
-    np.testing.assert_array_equal(from_blocks(blocks, 7, 4), x)
+def test_columns_of_heads_that_share_keys_lie_together() -> None:
+    x = _numbers(2, 7, 6, 3)
+    blocks = SPLIT.queries(jnp.asarray(x), SPLIT.place(jnp.int32(3)))
+    assert blocks.shape == (2, 1, 1, 12, 3)
+    np.testing.assert_array_equal(blocks[0, 0, 0, 4:8], x[1, :4, 4])
+    np.testing.assert_array_equal(blocks[1, 0, 0, 4:7], x[1, 4:, 4])
+    assert not blocks[1, 0, 0, 7].any()
 
 
-def test_only_key_blocks_that_hold_an_attended_key_are_visited() -> None:
-    sizes = AttentionSizes(1, 11, 11, 2, 1, 8)
-    ids = jnp.array([[0] * 7 + [1] * 4])
-
-    @jax.jit
-    def lower(spec: AttentionSpec) -> QueryReach:
-        return query_reach(spec.key_ranges(1, 11, 11), sizes, BlockSizes(4, 3))
-
-    def visits(spec: AttentionSpec) -> list[tuple[int, int]]:
-        reach = lower(spec)
-        return list(zip(reach.first_n.tolist(), reach.stop_n.tolist(), strict=True))
-
-    assert visits(AttentionSpec()) == [(0, 4)] * 3
-    assert visits(AttentionSpec(causal=True)) == [(0, 2), (0, 3), (0, 4)]
-    assert visits(AttentionSpec(causal=True, q_segment_ids=ids)) == [(0, 2), (0, 3), (2, 4)]
-    assert visits(AttentionSpec(q_segment_ids=ids)) == [(0, 3), (0, 4), (2, 4)]
-    nothing = visits(AttentionSpec(kv_lengths=jnp.array([0])))
-    assert all(first >= stop for first, stop in nothing)
+@pytest.mark.parametrize("cut", [WHOLE, SPLIT], ids=["one unit", "four units"])
+def test_what_all_units_put_back_is_what_they_were_cut_from(cut: Cut) -> None:
+    assert cut.units == (1 if cut is WHOLE else 4)
+    queries, keys, statistics = _numbers(2, 7, 6, 3), _numbers(2, 5, 2, 3), _numbers(2, 6, 7)
+    back = [jnp.zeros_like(x) for x in (queries, keys, statistics)]
+    for number in range(cut.units):
+        place = cut.place(jnp.int32(number))
+        back = [
+            cut.put_queries(back[0], cut.queries(jnp.asarray(queries), place), place),
+            cut.put_keys(back[1], cut.keys(jnp.asarray(keys), place), place),
+            cut.put_statistics(back[2], cut.statistics(jnp.asarray(statistics), place, 0), place),
+        ]
+    for x, y in zip(back, (queries, keys, statistics), strict=True):
+        np.testing.assert_array_equal(x, y)

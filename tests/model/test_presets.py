@@ -107,7 +107,7 @@ def test_derived_widths_follow_an_overridden_width():
         ({"norm_eps": 0.0}, "model.norm_eps is 0.0; use a finite number above 0"),
         ({"rope_theta": float("inf")}, "model.rope_theta is inf"),
         ({"dtype": "float16"}, "model.dtype is 'float16'; use bfloat16 or float32"),
-        ({"attention": "flash"}, "model.attention is 'flash'; use blockwise or reference"),
+        ({"attention": "flash"}, "model.attention is 'flash'; use auto or blockwise or reference"),
     ],
 )
 def test_impossible_model_is_refused_with_value_and_fix(given, message):

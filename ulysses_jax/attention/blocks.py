@@ -1,96 +1,135 @@
-"""How whole sequences are cut into blocks: sizes, layout, and which blocks a query block visits."""
+"""How one call is cut: its units of rows and heads, and the blocks of their queries and keys.
+
+A unit is a part of the batch rows and key/value heads that is computed by itself, one after the
+other. Within it, b counts rows, g key/value heads, n query blocks, m key blocks, k the keys of a
+block and R its query columns: the queries of the block for each head that shares a key/value head.
+One matrix product so serves all those heads, and keys and values are never repeated.
+"""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, Shaped
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
 
 from ulysses_jax.attention.shapes import AttentionSizes
-from ulysses_jax.attention.spec import KeyRanges
-
-_LARGE_BLOCK = 512
-_SMALL_BLOCK = 256
-_MAX_SCORES = 4 * 2**20  # of one pair of blocks, over batch and heads: 16 MiB in float32
-_ROW_MULTIPLE = 16
 
 
 class BlockSizes(NamedTuple):
-    """Queries and keys a block."""
+    """Queries and keys a block, batch rows and key/value heads a unit.
+
+    Rows and heads a unit must divide those of the call, and several rows need all its heads.
+    """
 
     q: int
     kv: int
+    rows: int = 1
+    kv_heads: int = 1
 
 
-def block_sizes(sizes: AttentionSizes) -> BlockSizes:
-    """Block sizes from the shapes alone; a sequence no longer than a block is one block.
+class Place(NamedTuple):
+    """The first batch row and key/value head of a unit."""
 
-    Large blocks keep the matrix products efficient, while batch * heads * q * kv scores exist at
-    once. Longer sequences are cut evenly, so that little of the last block is padding.
-    """
-    heads = sizes.batch * sizes.heads
-    limit = _LARGE_BLOCK if heads * _LARGE_BLOCK**2 <= _MAX_SCORES else _SMALL_BLOCK
-    return BlockSizes(_even_block(sizes.q_len, limit), _even_block(sizes.kv_len, limit))
+    row: Int32[Array, ""]
+    kv_head: Int32[Array, ""]
 
 
-def _even_block(length: int, limit: int) -> int:
-    if length <= limit:
-        return length
-    even = -(-length // -(-length // limit))
-    return -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE
+class Cut(NamedTuple):
+    """The sizes of a call and of its parts; static."""
 
-
-def to_blocks(x_BSHD: Shaped[Array, "B S H D"], groups: int, block: int) -> Shaped[Array, "..."]:
-    """[B, S, H, D] to [n, B, g, R, D]: n blocks, R = H/g * block rows, zeros after the end.
-
-    The rows of all heads that share a key/value head lie together, so that one matrix product
-    serves them and k and v are never repeated.
-    """
-    batch, length, heads, dim = x_BSHD.shape
-    count = -(-length // block)
-    x_BSHD = jnp.pad(x_BSHD, ((0, 0), (0, count * block - length), (0, 0), (0, 0)))
-    x_BnbgrD = x_BSHD.reshape(batch, count, block, groups, heads // groups, dim)
-    x_nBgrbD = x_BnbgrD.transpose(1, 0, 3, 4, 2, 5)
-    return x_nBgrbD.reshape(count, batch, groups, heads // groups * block, dim)
-
-
-def from_blocks(
-    x_nBgRD: Shaped[Array, "n B g R D"], length: int, block: int
-) -> Shaped[Array, "..."]:
-    """[n, B, g, R, D] back to [B, S, H, D] with S = `length`: the inverse of `to_blocks`."""
-    count, batch, groups, rows, dim = x_nBgRD.shape
-    x_nBgrbD = x_nBgRD.reshape(count, batch, groups, rows // block, block, dim)
-    x_BnbgrD = x_nBgrbD.transpose(1, 0, 4, 2, 3, 5)
-    return x_BnbgrD.reshape(batch, count * block, groups * rows // block, dim)[:, :length]
-
-
-class QueryReach(NamedTuple):
-    """Where the n query blocks look; `scan` hands out one query block's part.
-
-    Key blocks outside [first, stop) hold no key of any row.
-    """
-
-    start_nB1R1: Int32[Array, "n B 1 R 1"]
-    end_nB1R1: Int32[Array, "n B 1 R 1"]
-    first_n: Int32[Array, " n"]
-    stop_n: Int32[Array, " n"]
+    sizes: AttentionSizes
+    blocks: BlockSizes
 
     @property
-    def empty(self) -> Bool[Array, "n B 1 R 1"]:
-        """The rows that have nothing to attend to."""
-        return self.start_nB1R1 >= self.end_nB1R1
+    def share(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.sizes.heads // self.sizes.kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Query columns R of a block."""
+        return self.share * self.blocks.q
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.sizes.q_len // self.blocks.q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.sizes.kv_len // self.blocks.kv)
+
+    @property
+    def units(self) -> int:
+        return (self.sizes.batch // self.blocks.rows) * self._units_a_row
+
+    @property
+    def _units_a_row(self) -> int:
+        return self.sizes.kv_heads // self.blocks.kv_heads
+
+    def place(self, unit: Int32[Array, ""]) -> Place:
+        """Where unit number `unit` begins."""
+        rows, heads = jnp.divmod(unit, self._units_a_row)
+        return Place(rows * self.blocks.rows, heads * self.blocks.kv_heads)
+
+    def queries(self, x_BShD: Shaped[Array, "B S h D"], place: Place) -> Shaped[Array, "..."]:
+        """A unit's [n, b, g, R, D], zeros after the end."""
+        b, g, r = self.blocks.rows, self.blocks.kv_heads, self.share
+        size = (b, self.sizes.q_len, g * r, x_BShD.shape[3])
+        x_bShD = lax.dynamic_slice(x_BShD, (place.row, 0, place.kv_head * r, 0), size)
+        x_bShD = _pad(x_bShD, 1, self.q_blocks * self.blocks.q)
+        x_bnqgrD = x_bShD.reshape(b, self.q_blocks, self.blocks.q, g, r, -1)
+        return x_bnqgrD.transpose(1, 0, 3, 4, 2, 5).reshape(self.q_blocks, b, g, self.columns, -1)
+
+    def statistics(
+        self, x_BhS: Shaped[Array, "B h S"], place: Place, padding: float
+    ) -> Shaped[Array, "..."]:
+        """A unit's [n, b, g, 1, R], `padding` after the end."""
+        b, g, r = self.blocks.rows, self.blocks.kv_heads, self.share
+        size = (b, g * r, self.sizes.q_len)
+        x_bhS = lax.dynamic_slice(x_BhS, (place.row, place.kv_head * r, 0), size)
+        x_bhS = _pad(x_bhS, 2, self.q_blocks * self.blocks.q, padding)
+        x_bgrnq = x_bhS.reshape(b, g, r, self.q_blocks, self.blocks.q)
+        return x_bgrnq.transpose(3, 0, 1, 2, 4).reshape(self.q_blocks, b, g, 1, self.columns)
+
+    def keys(self, x_BTgD: Shaped[Array, "B T g D"], place: Place) -> Shaped[Array, "m b g k D"]:
+        """A unit's [m, b, g, k, D], zeros after the end."""
+        b, g = self.blocks.rows, self.blocks.kv_heads
+        size = (b, self.sizes.kv_len, g, x_BTgD.shape[3])
+        x_bTgD = lax.dynamic_slice(x_BTgD, (place.row, 0, place.kv_head, 0), size)
+        x_bTgD = _pad(x_bTgD, 1, self.kv_blocks * self.blocks.kv)
+        return x_bTgD.reshape(b, self.kv_blocks, self.blocks.kv, g, -1).transpose(1, 0, 3, 2, 4)
+
+    def put_queries(
+        self, x_BShD: Shaped[Array, "B S h D"], x_nbgRD: Shaped[Array, "n b g R D"], place: Place
+    ) -> Shaped[Array, "B S h D"]:
+        """Writes a unit's blocks where `queries` read them."""
+        n, b, g, _, dim = x_nbgRD.shape
+        x_nbgrqD = x_nbgRD.reshape(n, b, g, self.share, self.blocks.q, dim)
+        x_bnqgrD = x_nbgrqD.transpose(1, 0, 4, 2, 3, 5)
+        x_bShD = x_bnqgrD.reshape(b, -1, g * self.share, dim)[:, : self.sizes.q_len]
+        at = (place.row, 0, place.kv_head * self.share, 0)
+        return lax.dynamic_update_slice(x_BShD, x_bShD.astype(x_BShD.dtype), at)
+
+    def put_statistics(
+        self, x_BhS: Shaped[Array, "B h S"], x_nbg1R: Shaped[Array, "n b g 1 R"], place: Place
+    ) -> Shaped[Array, "B h S"]:
+        """Writes a unit's blocks where `statistics` read them."""
+        n, b, g, _, _ = x_nbg1R.shape
+        x_bgrnq = x_nbg1R.reshape(n, b, g, self.share, self.blocks.q).transpose(1, 2, 3, 0, 4)
+        x_bhS = x_bgrnq.reshape(b, g * self.share, -1)[:, :, : self.sizes.q_len]
+        return lax.dynamic_update_slice(x_BhS, x_bhS, (place.row, place.kv_head * self.share, 0))
+
+    def put_keys(
+        self, x_BTgD: Shaped[Array, "B T g D"], x_mbgkD: Shaped[Array, "m b g k D"], place: Place
+    ) -> Shaped[Array, "B T g D"]:
+        """Writes a unit's blocks where `keys` read them."""
+        _, b, g, _, dim = x_mbgkD.shape
+        x_bTgD = x_mbgkD.transpose(1, 0, 3, 2, 4).reshape(b, -1, g, dim)[:, : self.sizes.kv_len]
+        at = (place.row, 0, place.kv_head, 0)
+        return lax.dynamic_update_slice(x_BTgD, x_bTgD.astype(x_BTgD.dtype), at)
 
 
-def query_reach(ranges: KeyRanges, sizes: AttentionSizes, blocks: BlockSizes) -> QueryReach:
-    """The reach of each query block; padded queries have the empty range [0, 0)."""
-    start_BS = jnp.maximum(ranges.start_BS, 0)
-    end_BS = jnp.minimum(ranges.end_BS, sizes.kv_len)
-    rows_per_query = sizes.heads // sizes.kv_heads
-    start, end = (
-        to_blocks(jnp.repeat(x_BS[:, :, None, None], rows_per_query, axis=2), 1, blocks.q)
-        for x_BS in (start_BS, end_BS)
-    )
-    empty = start >= end
-    rows = (1, 2, 3, 4)
-    first = jnp.min(jnp.where(empty, sizes.kv_len, start), axis=rows) // blocks.kv
-    stop = -(-jnp.max(jnp.where(empty, 0, end), axis=rows) // blocks.kv)
-    return QueryReach(start, end, first, stop)
+def _pad(x: Shaped[Array, "..."], axis: int, length: int, value: float = 0) -> Shaped[Array, "..."]:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=value)

@@ -2,15 +2,16 @@
 
 The forward pass is the online softmax of FlashAttention (Dao et al. 2022, algorithm 1). The
 backward pass computes the weights again from the log-sum-exp, once for each pair of blocks
-(FlashAttention-2, Dao 2023, algorithm 2). A query block visits only the key blocks between the
-least start and the greatest end of its key ranges.
+(FlashAttention-2, Dao 2023, algorithm 2). A query block visits only the key blocks that hold a
+pair for it (see `visits`), and masks only those that also hold others.
 
-In the names m counts key blocks, n query blocks, k the keys of a block, and R the query rows of a
-block: the queries of all heads that share a key/value head.
+Tiles have keys down and query columns across (see `blocks` for the names of dimensions).
 """
 
+import os
+from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +19,25 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from ulysses_jax.attention.blocks import (
-    BlockSizes,
-    QueryReach,
-    block_sizes,
-    from_blocks,
-    query_reach,
-    to_blocks,
-)
+from ulysses_jax.attention.block_sizes import block_sizes, cut_layout, whole_layout_blocks
+from ulysses_jax.attention.blocks import BlockSizes, Cut
+from ulysses_jax.attention.dropout import seed_words
 from ulysses_jax.attention.shapes import attention_sizes
-from ulysses_jax.attention.spec import AttentionSpec, KeyRanges
+from ulysses_jax.attention.spec import AttentionSpec
+from ulysses_jax.attention.tiles import Fixed, Rules, Unit, pad_pairs, pad_rules, product, unit_at
+from ulysses_jax.attention.varying import vary_alike
 
+_Pairs: TypeAlias = Float[Array, "B|1 h|1 S|1 T|1"]
 _Inputs: TypeAlias = tuple[
-    Float[Array, "B S h D"], Float[Array, "B T g D"], Float[Array, "B T g D"], KeyRanges
+    Float[Array, "B S h D"],
+    Float[Array, "B T g D"],
+    Float[Array, "B T g D"],
+    _Pairs | None,
+    Rules,
 ]
 _Outputs: TypeAlias = tuple[Float[Array, "B S h D"], Float32[Array, "B h S"]]
 _Residuals: TypeAlias = tuple[_Inputs, _Outputs]
-
-# Below every score, yet finite: the difference of two of them is 0, that of two -inf is NaN.
-_LOWEST = -3.4e38
+_Arrays: TypeAlias = tuple[Array, ...]
 
 
 def attend(
@@ -55,201 +56,260 @@ def attend(
 
     The custom VJP keeps q, k, v, the output and the log-sum-exp under the names `attn_q`,
     `attn_k`, `attn_v`, `attn_out` and `attn_lse`: under a remat policy that saves these, no
-    attention is computed again. Both results may be differentiated, in reverse mode only.
+    attention is computed again. Both results may be differentiated, in reverse mode only; so may
+    a bias, whose gradient has its size.
 
     Args:
         q_BShD, k_BTgD, v_BTgD: h a multiple of g; S and T need not be multiples of anything.
         spec: which keys each query attends to.
         scale: factor of the scores, usually D^(-1/2).
-        blocks: queries and keys a block; chosen from the shapes when None.
+        blocks: how the call is cut. When None it is chosen from the shapes, smaller for CPU
+            devices that have no more than one core each.
 
     Returns:
-        The output in the dtype of q, and the float32 log-sum-exp of the scaled scores. A query
-        with nothing to attend to gives 0 and -inf, and passes no gradient on.
+        The output in the dtype of q, and the float32 log-sum-exp of the scores before dropout. A
+        query with nothing to attend to gives 0 and -inf, and passes no gradient on.
 
     Raises:
-        ValueError: the shapes do not fit together (see `attention_sizes` and `key_ranges`).
+        ValueError: the shapes or the spec do not fit together.
     """
     sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
-    ranges = spec.key_ranges(sizes.batch, sizes.q_len, sizes.kv_len)
-    inputs = _vary_alike((q_BShD, k_BTgD, v_BTgD, ranges))
-    return _attend(scale, blocks or block_sizes(sizes), *inputs)
+    spec.check(sizes.batch, sizes.q_len, sizes.kv_len, sizes.heads)
+    lengths = (sizes.batch, sizes.q_len, sizes.kv_len)
+    layout = None if spec.block_layout is None else cut_layout(spec.block_layout)
+    blocks = blocks or block_sizes(sizes, layout, small=_cores_a_device() < 2)
+    if layout is not None:
+        blocks = whole_layout_blocks(blocks, layout)
+    dropout = spec.dropout
+    fixed = Fixed(
+        Cut(sizes, blocks),
+        scale,
+        layout,
+        dropout.rate if dropout is not None else 0.0,
+        dropout is not None and dropout.broadcast,
+    )
+    rules = Rules(
+        spec.key_ranges(*lengths),
+        _as_int32(spec.segment_ids(*lengths)) if spec.recurring else None,
+        spec.mask,
+        seed_words(dropout.key) if dropout is not None else None,
+        jnp.asarray(spec.first_row, jnp.int32),
+        jnp.asarray(spec.first_head, jnp.int32),
+    )
+    return _attend(fixed, *vary_alike((q_BShD, k_BTgD, v_BTgD, spec.bias, rules)))
 
 
-def _vary_alike(inputs: _Inputs) -> _Inputs:
-    """Makes all inputs vary over the same manual mesh axes, as loop carries and a VJP must.
-
-    An operation on two arrays casts both to the union of their axes, and sums in the transpose.
-    A factor of one brings that about, here and under any version's name for the cast.
-    """
-    one = jnp.ones((), jnp.int32)
-    for x in jax.tree.leaves(inputs):
-        one = one * lax.full_like(x, 1, jnp.int32, ())
-    return jax.tree.map(lambda x: x * one.astype(x.dtype), inputs)
+def _cores_a_device() -> float:
+    """CPU cores for each device of this process; unlimited for devices that are not CPUs."""
+    if jax.default_backend() != "cpu":
+        return float("inf")
+    return (os.cpu_count() or 1) / jax.local_device_count()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _as_int32(ids: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.int32), ids)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    scale: float,
-    blocks: BlockSizes,
+    fixed: Fixed,
     q_BShD: Float[Array, "B S h D"],
     k_BTgD: Float[Array, "B T g D"],
     v_BTgD: Float[Array, "B T g D"],
-    ranges: KeyRanges,
+    bias: _Pairs | None,
+    rules: Rules,
 ) -> _Outputs:
-    sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
-    q_nBgRD = to_blocks(q_BShD, sizes.kv_heads, blocks.q)
-    k_mBgkD = to_blocks(k_BTgD, sizes.kv_heads, blocks.kv)
-    v_mBgkD = to_blocks(v_BTgD, sizes.kv_heads, blocks.kv)
+    cut = fixed.cut
+    rules, bias = pad_rules(rules, cut), pad_pairs(bias, cut)
 
-    def query_block(
-        _: None, x: tuple[Float[Array, "B g R D"], QueryReach]
-    ) -> tuple[None, tuple[Float[Array, "B g R D"], Float32[Array, "B g R 1"]]]:
-        q_BgRD, reach = x
+    def unit(number: Int32[Array, ""], outputs: _Outputs) -> _Outputs:
+        unit = unit_at(fixed, rules, bias, number)
+        q_nbgRD = _scaled(cut.queries(q_BShD, unit.place), unit)
+        k_mbgkD = cut.keys(k_BTgD, unit.place)
+        v_mbgDk = cut.keys(v_BTgD, unit.place).swapaxes(3, 4)
 
-        def key_block(j: Int32[Array, ""], softmax: tuple[Array, ...]) -> tuple[Array, ...]:
-            highest_BgR1, total_BgR1, sum_BgRD = softmax
-            score_BgRk = _masked_scores(scale, q_BgRD, _block(k_mBgkD, j), reach, j)
-            higher_BgR1 = jnp.maximum(highest_BgR1, jnp.max(score_BgRk, axis=-1, keepdims=True))
-            weight_BgRk = jnp.exp(score_BgRk - higher_BgR1)
-            shrink_BgR1 = jnp.exp(highest_BgR1 - higher_BgR1)
-            total_BgR1 = shrink_BgR1 * total_BgR1 + jnp.sum(weight_BgRk, axis=-1, keepdims=True)
-            more_BgRD = _product("bgrk,bgkd->bgrd", weight_BgRk, _block(v_mBgkD, j))
-            return higher_BgR1, total_BgR1, shrink_BgR1 * sum_BgRD + more_BgRD
+        def query_block(
+            _: None, x: tuple[Int32[Array, ""], Float[Array, "b g R D"]]
+        ) -> tuple[None, tuple[Float32[Array, "b g R D"], Float32[Array, "b g 1 R"]]]:
+            n, q_bgRD = x
+            q_bgDR = q_bgRD.swapaxes(2, 3)
+            columns = unit.columns(n)
 
-        column = (*q_BgRD.shape[:-1], 1)
-        softmax = (
-            lax.full_like(q_BgRD, _LOWEST, jnp.float32, column),
-            lax.full_like(q_BgRD, 0, jnp.float32, column),
-            lax.full_like(q_BgRD, 0, jnp.float32),
+            def key_block(j: Int32[Array, ""], softmax: _Arrays, ragged: bool) -> _Arrays:
+                highest_bg1R, total_bg1R, sum_bgDR = softmax
+                score_bgkR = unit.scores(q_bgDR, k_mbgkD[j], columns, n, j, ragged)
+                higher_bg1R = jnp.maximum(highest_bg1R, jnp.max(score_bgkR, axis=2, keepdims=True))
+                # The difference of two -inf is NaN, that of -inf and 0 is not.
+                finite_bg1R = jnp.where(higher_bg1R == -jnp.inf, 0, higher_bg1R)
+                weight_bgkR = jnp.exp(score_bgkR - finite_bg1R)
+                shrink_bg1R = jnp.exp(highest_bg1R - finite_bg1R)
+                more_bg1R = jnp.sum(weight_bgkR, axis=2, keepdims=True)
+                kept_bgkR = unit.kept(columns, j)
+                if kept_bgkR is not None:
+                    weight_bgkR *= kept_bgkR
+                v_bgDk = v_mbgDk[j]
+                more_bgDR = product("bgdk,bgkr->bgdr", v_bgDk, weight_bgkR.astype(v_bgDk.dtype))
+                return (
+                    higher_bg1R,
+                    shrink_bg1R * total_bg1R + more_bg1R,
+                    shrink_bg1R * sum_bgDR + more_bgDR,
+                )
+
+            column = (*q_bgDR.shape[:2], 1, q_bgDR.shape[3])
+            softmax = (
+                lax.full_like(q_bgDR, -jnp.inf, jnp.float32, column),
+                lax.full_like(q_bgDR, 0, jnp.float32, column),
+                lax.full_like(q_bgDR, 0, jnp.float32),
+            )
+            highest_bg1R, total_bg1R, sum_bgDR = _over_keys(unit, n, key_block, softmax)
+            empty_bg1R = total_bg1R == 0
+            total_bg1R = jnp.where(empty_bg1R, 1, total_bg1R)
+            # Of an empty column this is -inf + 0.
+            lse_bg1R = highest_bg1R + jnp.log(total_bg1R)
+            return None, ((sum_bgDR / total_bg1R).swapaxes(2, 3), lse_bg1R)
+
+        numbers = jnp.arange(cut.q_blocks, dtype=jnp.int32)
+        _, (out_nbgRD, lse_nbg1R) = lax.scan(query_block, None, (numbers, q_nbgRD))
+        out_BShD, lse_BhS = outputs
+        return (
+            cut.put_queries(out_BShD, out_nbgRD, unit.place),
+            cut.put_statistics(lse_BhS, lse_nbg1R, unit.place),
         )
-        highest_BgR1, total_BgR1, sum_BgRD = lax.fori_loop(
-            reach.first_n, reach.stop_n, key_block, softmax
-        )
-        total_BgR1 = jnp.where(reach.empty, 1.0, total_BgR1)
-        lse_BgR1 = jnp.where(reach.empty, -jnp.inf, highest_BgR1 + jnp.log(total_BgR1))
-        return None, ((sum_BgRD / total_BgR1).astype(q_BgRD.dtype), lse_BgR1)
 
-    reach = query_reach(ranges, sizes, blocks)
-    _, (out_nBgRD, lse_nBgR1) = lax.scan(query_block, None, (q_nBgRD, reach))
-    out_BShD = from_blocks(out_nBgRD, sizes.q_len, blocks.q)
-    lse_BSh1 = from_blocks(lse_nBgR1, sizes.q_len, blocks.q)
-    return out_BShD, lse_BSh1[..., 0].swapaxes(1, 2)
+    statistics = (cut.sizes.batch, cut.sizes.heads, cut.sizes.q_len)
+    zeros = lax.full_like(q_BShD, 0), lax.full_like(q_BShD, 0, jnp.float32, statistics)
+    return lax.fori_loop(0, cut.units, unit, zeros)
 
 
 def _attend_forward(
-    scale: float,
-    blocks: BlockSizes,
+    fixed: Fixed,
     q_BShD: Float[Array, "B S h D"],
     k_BTgD: Float[Array, "B T g D"],
     v_BTgD: Float[Array, "B T g D"],
-    ranges: KeyRanges,
+    bias: _Pairs | None,
+    rules: Rules,
 ) -> tuple[_Outputs, _Residuals]:
     q_BShD = checkpoint_name(q_BShD, "attn_q")
     k_BTgD = checkpoint_name(k_BTgD, "attn_k")
     v_BTgD = checkpoint_name(v_BTgD, "attn_v")
-    out_BShD, lse_BhS = _attend(scale, blocks, q_BShD, k_BTgD, v_BTgD, ranges)
+    out_BShD, lse_BhS = _attend(fixed, q_BShD, k_BTgD, v_BTgD, bias, rules)
     outputs = checkpoint_name(out_BShD, "attn_out"), checkpoint_name(lse_BhS, "attn_lse")
-    return outputs, ((q_BShD, k_BTgD, v_BTgD, ranges), outputs)
+    return outputs, ((q_BShD, k_BTgD, v_BTgD, bias, rules), outputs)
 
 
 def _attend_backward(
-    scale: float, blocks: BlockSizes, residuals: _Residuals, cotangents: _Outputs
-) -> tuple[Array, Array, Array, None]:
-    (q_BShD, k_BTgD, v_BTgD, ranges), (out_BShD, lse_BhS) = residuals
+    fixed: Fixed, residuals: _Residuals, cotangents: _Outputs
+) -> tuple[Array, Array, Array, _Pairs | None, None]:
+    (q_BShD, k_BTgD, v_BTgD, bias, rules), (out_BShD, lse_BhS) = residuals
     dout_BShD, dlse_BhS = cotangents
-    sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
+    cut = fixed.cut
 
+    # The results of empty rows are constants, so whatever cotangent they got (NaN after a merge of
+    # two -inf, say) means nothing.
+    empty_BhS = lse_BhS == -jnp.inf
+    dout_BShD = jnp.where(empty_BhS.swapaxes(1, 2)[..., None], 0, dout_BShD)
     # With p the weights and dp = dout v^T, the gradient of a score is p (dp - delta): the softmax
     # subtracts sum(p dp) = sum(dout out) from every dp of a row, and the lse adds its cotangent.
     delta_BShD = dout_BShD.astype(jnp.float32) * out_BShD.astype(jnp.float32)
-    dlse_BSh1 = dlse_BhS.swapaxes(1, 2)[..., None]
-    delta_BSh1 = jnp.sum(delta_BShD, axis=-1, keepdims=True) - dlse_BSh1
-    lse_BSh1 = lse_BhS.swapaxes(1, 2)[..., None]
+    delta_BhS = jnp.sum(delta_BShD, axis=-1).swapaxes(1, 2)
+    delta_BhS -= jnp.where(empty_BhS, 0, dlse_BhS)
+    # Every weight of a row whose lse is +inf is 0.
+    lse_BhS = jnp.where(empty_BhS, jnp.inf, lse_BhS)
 
-    q_nBgRD, dout_nBgRD, lse_nBgR1, delta_nBgR1 = (
-        to_blocks(x, sizes.kv_heads, blocks.q) for x in (q_BShD, dout_BShD, lse_BSh1, delta_BSh1)
-    )
-    k_mBgkD = to_blocks(k_BTgD, sizes.kv_heads, blocks.kv)
-    v_mBgkD = to_blocks(v_BTgD, sizes.kv_heads, blocks.kv)
-    reach = query_reach(ranges, sizes, blocks)
-    # The results of empty rows are constants, so whatever cotangent they got (NaN after a merge of
-    # two -inf, say) means nothing.
-    dout_nBgRD = jnp.where(reach.empty, 0, dout_nBgRD)
-    delta_nBgR1 = jnp.where(reach.empty, 0, delta_nBgR1)
-    lse_nBgR1 = jnp.where(reach.empty, 0, lse_nBgR1)
+    padded_rules, padded_bias = pad_rules(rules, cut), pad_pairs(bias, cut)
 
-    def query_block(
-        dkv: tuple[Array, Array], x: tuple[Array, Array, Array, Array, QueryReach]
-    ) -> tuple[tuple[Array, Array], Array]:
-        q_BgRD, dout_BgRD, lse_BgR1, delta_BgR1, reach = x
+    def unit(number: Int32[Array, ""], gradients: _Arrays) -> _Arrays:
+        unit = unit_at(fixed, padded_rules, padded_bias, number)
+        q_nbgRD = _scaled(cut.queries(q_BShD, unit.place), unit)
+        dout_nbgRD = cut.queries(dout_BShD, unit.place)
+        lse_nbg1R = cut.statistics(lse_BhS, unit.place, jnp.inf)
+        delta_nbg1R = cut.statistics(delta_BhS, unit.place, 0)
+        k_mbgkD, v_mbgkD = cut.keys(k_BTgD, unit.place), cut.keys(v_BTgD, unit.place)
+        k_mbgDk = k_mbgkD.swapaxes(3, 4)
 
-        def key_block(j: Int32[Array, ""], sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            dq_BgRD, dk_mBgkD, dv_mBgkD = sums
-            k_BgkD, v_BgkD = _block(k_mBgkD, j), _block(v_mBgkD, j)
-            score_BgRk = _masked_scores(scale, q_BgRD, k_BgkD, reach, j)
-            weight_BgRk = jnp.exp(score_BgRk - lse_BgR1)
-            dweight_BgRk = _product("bgrd,bgkd->bgrk", dout_BgRD, v_BgkD)
-            dscore_BgRk = weight_BgRk * (dweight_BgRk - delta_BgR1)
-            dq_BgRD = dq_BgRD + _product("bgrk,bgkd->bgrd", dscore_BgRk, k_BgkD)
-            dk_BgkD = _product("bgrk,bgrd->bgkd", dscore_BgRk, q_BgRD)
-            dv_BgkD = _product("bgrk,bgrd->bgkd", weight_BgRk, dout_BgRD)
-            return dq_BgRD, _add_block(dk_mBgkD, j, dk_BgkD), _add_block(dv_mBgkD, j, dv_BgkD)
+        def query_block(gradients: _Arrays, x: _Arrays) -> tuple[_Arrays, None]:
+            # Block n of the queries is replaced by its gradient: one whole array less.
+            q_nbgRD, *sums = gradients
+            n, dout_bgRD, lse_bg1R, delta_bg1R = x
+            q_bgRD = q_nbgRD[n]
+            columns = unit.columns(n)
+            q_bgDR, dout_bgDR = q_bgRD.swapaxes(2, 3), dout_bgRD.swapaxes(2, 3)
 
-        dq_BgRD = lax.full_like(q_BgRD, 0, jnp.float32)
-        dq_BgRD, *dkv_mBgkD = lax.fori_loop(reach.first_n, reach.stop_n, key_block, (dq_BgRD, *dkv))
-        return tuple(dkv_mBgkD), (scale * dq_BgRD).astype(q_BgRD.dtype)
+            def key_block(j: Int32[Array, ""], sums: _Arrays, ragged: bool) -> _Arrays:
+                dq_bgDR, dk_mbgkD, dv_mbgkD, *dbias = sums
+                score_bgkR = unit.scores(q_bgDR, k_mbgkD[j], columns, n, j, ragged)
+                weight_bgkR = jnp.exp(score_bgkR - lse_bg1R)
+                dweight_bgkR = product("bgkd,bgdr->bgkr", v_mbgkD[j], dout_bgDR)
+                kept_bgkR = unit.kept(columns, j)
+                dropped_bgkR = weight_bgkR
+                if kept_bgkR is not None:
+                    dropped_bgkR = weight_bgkR * kept_bgkR
+                    dweight_bgkR *= kept_bgkR
+                dscore_bgkR = weight_bgkR * (dweight_bgkR - delta_bg1R)
+                more = [unit.add_to_bias(x, dscore_bgkR, n, j) for x in dbias]
+                dscore_bgkR = dscore_bgkR.astype(q_bgRD.dtype)
+                dropped_bgkR = dropped_bgkR.astype(dout_bgRD.dtype)
+                dq_bgDR += product("bgdk,bgkr->bgdr", k_mbgDk[j], dscore_bgkR)
+                dk_bgkD = product("bgkr,bgrd->bgkd", dscore_bgkR, q_bgRD)
+                dv_bgkD = product("bgkr,bgrd->bgkd", dropped_bgkR, dout_bgRD)
+                dk_mbgkD, dv_mbgkD = dk_mbgkD.at[j].add(dk_bgkD), dv_mbgkD.at[j].add(dv_bgkD)
+                return dq_bgDR, dk_mbgkD, dv_mbgkD, *more
 
-    zeros = lax.full_like(k_mBgkD, 0, jnp.float32), lax.full_like(v_mBgkD, 0, jnp.float32)
-    (dk_mBgkD, dv_mBgkD), dq_nBgRD = lax.scan(
-        query_block, zeros, (q_nBgRD, dout_nBgRD, lse_nBgR1, delta_nBgR1, reach)
-    )
-    dk_mBgkD = (scale * dk_mBgkD).astype(k_BTgD.dtype)
-    return (
-        from_blocks(dq_nBgRD, sizes.q_len, blocks.q),
-        from_blocks(dk_mBgkD, sizes.kv_len, blocks.kv),
-        from_blocks(dv_mBgkD.astype(v_BTgD.dtype), sizes.kv_len, blocks.kv),
-        None,
-    )
+            zeros_bgDR = lax.full_like(q_bgDR, 0, jnp.float32)
+            dq_bgDR, *more = _over_keys(unit, n, key_block, (zeros_bgDR, *sums))
+            dq_bgRD = fixed.scale * dq_bgDR.swapaxes(2, 3)
+            return (q_nbgRD.at[n].set(dq_bgRD.astype(q_nbgRD.dtype)), *more), None
+
+        dq_BShD, dk_BTgD, dv_BTgD, *dbias = gradients
+        zeros = lax.full_like(k_mbgkD, 0, jnp.float32), lax.full_like(v_mbgkD, 0, jnp.float32)
+        numbers = jnp.arange(cut.q_blocks, dtype=jnp.int32)
+        sums, _ = lax.scan(
+            query_block,
+            (q_nbgRD, *zeros, *dbias),
+            (numbers, dout_nbgRD, lse_nbg1R, delta_nbg1R),
+        )
+        dq_nbgRD, dk_mbgkD, dv_mbgkD, *dbias = sums
+        if not unit.scales_queries(q_BShD):
+            dk_mbgkD *= fixed.scale
+        return (
+            cut.put_queries(dq_BShD, dq_nbgRD, unit.place),
+            cut.put_keys(dk_BTgD, dk_mbgkD, unit.place),
+            cut.put_keys(dv_BTgD, dv_mbgkD, unit.place),
+            *dbias,
+        )
+
+    zeros = [lax.full_like(x, 0) for x in (q_BShD, k_BTgD, v_BTgD)]
+    if padded_bias is not None:
+        zeros.append(lax.full_like(padded_bias, 0, jnp.float32))
+    dq_BShD, dk_BTgD, dv_BTgD, *dbias = lax.fori_loop(0, cut.units, unit, tuple(zeros))
+    if bias is None:
+        return dq_BShD, dk_BTgD, dv_BTgD, None, None
+    dbias = dbias[0][tuple(slice(length) for length in bias.shape)].astype(bias.dtype)
+    return dq_BShD, dk_BTgD, dv_BTgD, dbias, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _masked_scores(
-    scale: float,
-    q_BgRD: Float[Array, "B g R D"],
-    k_BgkD: Float[Array, "B g k D"],
-    reach: QueryReach,
-    j: Int32[Array, ""],
-) -> Float32[Array, "B g R k"]:
-    """The scaled scores of a query block with key block j, -inf outside the key ranges.
-
-    Every block is masked: on CPU a branch that spares the inner blocks cost as much as the mask.
-    """
-    block = k_BgkD.shape[2]
-    key_k = j * block + jnp.arange(block, dtype=jnp.int32)
-    attended_B1Rk = (key_k >= reach.start_nB1R1) & (key_k < reach.end_nB1R1)
-    score_BgRk = scale * _product("bgrd,bgkd->bgrk", q_BgRD, k_BgkD)
-    return jnp.where(attended_B1Rk, score_BgRk, -jnp.inf)
+def _scaled(q_nbgRD: Float[Array, "n b g R D"], unit: Unit) -> Float[Array, "n b g R D"]:
+    return q_nbgRD * unit.fixed.scale if unit.scales_queries(q_nbgRD) else q_nbgRD
 
 
-def _product(
-    equation: str, x: Float[Array, "..."], y: Float[Array, "..."]
-) -> Float32[Array, "..."]:
-    """A matrix product in the dtype of y, accumulated in float32; float32 is never cut to TF32."""
-    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
-    return jnp.einsum(
-        equation, x.astype(y.dtype), y, precision=precision, preferred_element_type=jnp.float32
-    )
+def _over_keys(
+    unit: Unit,
+    n: Int32[Array, ""],
+    key_block: Callable[[Int32[Array, ""], _Arrays, bool], _Arrays],
+    carry: _Arrays,
+) -> _Arrays:
+    """Folds `key_block` over the visits of query block n, the full blocks first."""
+    visits = unit.visits(n)
 
+    def full(i: Int32[Array, ""], carry: _Arrays) -> _Arrays:
+        return key_block(visits.full_block(i), carry, False)
 
-def _block(x_mBgkD: Float[Array, "m B g k D"], j: Int32[Array, ""]) -> Float[Array, "B g k D"]:
-    return lax.dynamic_index_in_dim(x_mBgkD, j, keepdims=False)
+    def ragged(i: Int32[Array, ""], carry: _Arrays) -> _Arrays:
+        return key_block(visits.ragged_block(i), carry, True)
 
-
-def _add_block(
-    x_mBgkD: Float32[Array, "m B g k D"], j: Int32[Array, ""], more_BgkD: Float32[Array, "B g k D"]
-) -> Float32[Array, "m B g k D"]:
-    """Adds to block j in place."""
-    return lax.dynamic_update_index_in_dim(x_mBgkD, _block(x_mBgkD, j) + more_BgkD, j, 0)
+    if not unit.never_full:
+        carry = lax.fori_loop(0, visits.full, full, carry)
+    return lax.fori_loop(0, visits.ragged, ragged, carry)

@@ -1,120 +1,176 @@
-"""Which keys each query attends to, described without ever building an S x T mask."""
+"""Which keys each query attends to and how, described without ever building an S x T mask."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from ulysses_jax.attention import spec_checks
+from ulysses_jax.attention.block_layout import BlockLayout
+from ulysses_jax.attention.dropout import Dropout
+from ulysses_jax.attention.key_ranges import (
+    Bound,
+    KeyRanges,
+    all_keys,
+    cross_ranges,
+    length_ranges,
+    run_ranges,
+    self_ranges,
+    window_ranges,
+)
+
+SegmentIds: TypeAlias = tuple[Int[Array, "B S"], Int[Array, "B T"]]
 
 
-class KeyRanges(NamedTuple):
-    """Query i of row b attends to the keys `start_BS[b, i] <= key < end_BS[b, i]`.
-
-    A range with `start >= end` is empty: the query attends to nothing.
-    """
-
-    start_BS: Int[Array, "B S"]
-    end_BS: Int[Array, "B S"]
-
-
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Describes the attended pairs of one call; conditions given together must all hold.
 
-    A pytree: the arrays are traced leaves, so one compiled program serves many packings and
-    lengths; `causal` is static.
+    A pytree: arrays, and ints in `window`, are traced leaves, so one compiled program serves many
+    packings, lengths and windows. `causal`, `contiguous_segments`, `block_layout` and offsets
+    that are Python ints are static. A query with nothing to attend to gives 0.
 
     Attributes:
         causal: query i attends to the keys j <= i. Both counts start at 0, also when S != T (the
             top-left alignment of `jax.nn.dot_product_attention`).
-        q_segment_ids: [B, S] integers. A query attends to the keys of its own segment only.
+        q_segment_ids: [B, S] integers. A query attends to the keys of its own id only, wherever
+            they stand; to nothing if no key has its id.
         kv_segment_ids: [B, T] integers; None means self-attention, where the keys have the
             segments of the queries.
         kv_lengths: [B] integers. Row b attends to its first `kv_lengths[b]` keys only.
-
-    A segment is one contiguous run of equal ids on the key side, in any order of ids. An id that
-    comes back after another one is not joined with its earlier run: in self-attention every run
-    is a segment by itself, and with `kv_segment_ids` given the first run of the id is taken. An
-    id of a query that no key has attends to nothing.
+        window: (left, right). Query i attends to the keys i - left <= j <= i + right; None is a
+            side without limit. It cuts whole sequences, whatever their segments.
+        contiguous_segments: a promise that no id of a row of keys comes back after another one.
+            Each segment is then one range of keys, which is all that a kernel has to know.
+            Results are undefined where the promise is broken; it is checked on numpy arrays only.
+        block_layout: blocks of pairs that are attended, a table for all heads or for each global
+            head.
+        mask: [B|1, h|1, S|1, T|1], True where attended, of the heads of this call.
+        bias: [B|1, h|1, S|1, T|1], added to the scaled scores, of the heads of this call. It has
+            a gradient. A bias of -inf rules a pair out as the mask does.
+        dropout: drops softmax weights. The log-sum-exp is of the scores before dropout.
+        first_row: global index of this call's first batch row: dropout counts from it.
+        first_head: global index of this call's first query head: dropout and `block_layout`
+            count from it.
     """
 
-    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    causal: bool = False
     q_segment_ids: Int[Array, "B S"] | None = None
     kv_segment_ids: Int[Array, "B T"] | None = None
     kv_lengths: Int[Array, " B"] | None = None
+    window: tuple[Bound | None, Bound | None] | None = None
+    contiguous_segments: bool = False
+    block_layout: BlockLayout | None = None
+    mask: Bool[Array, "..."] | None = None
+    bias: Float[Array, "..."] | None = None
+    dropout: Dropout | None = None
+    first_row: int | Int[Array, ""] = 0
+    first_head: int | Int[Array, ""] = 0
 
-    def key_ranges(self, batch: int, q_len: int, kv_len: int) -> KeyRanges:
-        """Lowers the description to one range of keys a query, in O(B * (S + T)) memory.
+    @property
+    def recurring(self) -> bool:
+        """Whether `key_ranges` may hold keys of other segments, so that ids must be compared."""
+        return self.q_segment_ids is not None and not self.contiguous_segments
+
+    def check(self, batch: int, q_len: int, kv_len: int, heads: int) -> None:
+        """Refuses a spec that does not fit a call of these sizes; `heads` are the query heads.
 
         Raises:
-            ValueError: an array does not have the shape that `batch`, `q_len` and `kv_len` ask for,
-                is not of integers, or the key side of the segments cannot be told.
+            ValueError: an array has a wrong shape or dtype, a number is out of range, or the key
+                side of the segments cannot be told.
         """
-        start_BS = jnp.zeros((batch, q_len), jnp.int32)
-        end_BS = jnp.full((batch, q_len), kv_len, jnp.int32)
-        segments = self._segment_ranges(batch, q_len, kv_len)
-        if segments is not None:
-            start_BS, end_BS = segments
-        if self.kv_lengths is not None:
-            _require("kv_lengths", self.kv_lengths, (batch,))
-            end_BS = jnp.minimum(end_BS, self.kv_lengths.astype(jnp.int32)[:, None])
-        if self.causal:
-            end_BS = jnp.minimum(end_BS, jnp.arange(1, q_len + 1, dtype=jnp.int32))
-        return KeyRanges(start_BS, end_BS)
+        self._check_ranges(batch, q_len, kv_len)
+        spec_checks.check_offset("first_row", self.first_row)
+        spec_checks.check_offset("first_head", self.first_head)
+        shape = (batch, heads, q_len, kv_len)
+        if self.mask is not None:
+            spec_checks.check_pairs("mask", self.mask, jnp.bool_, shape)
+        if self.bias is not None:
+            spec_checks.check_pairs("bias", self.bias, jnp.floating, shape)
+        spec_checks.check_dropout(self.dropout)
+        if self.block_layout is not None:
+            self.block_layout.check(q_len, kv_len, heads, self.first_head)
 
-    def _segment_ranges(self, batch: int, q_len: int, kv_len: int) -> KeyRanges | None:
-        if self.q_segment_ids is None:
-            if self.kv_segment_ids is not None:
-                raise ValueError(
-                    "kv_segment_ids are given without q_segment_ids, so no query has a segment: "
-                    "give q_segment_ids too"
-                )
+    def segment_ids(self, batch: int, q_len: int, kv_len: int) -> SegmentIds | None:
+        """The ids of queries and keys, or None where there are no segments.
+
+        Raises:
+            ValueError: they do not fit a call of these sizes.
+        """
+        q_ids, kv_ids = self.q_segment_ids, self.kv_segment_ids
+        spec_checks.check_segments(q_ids, kv_ids, batch, q_len, kv_len)
+        if q_ids is None:
             return None
-        _require("q_segment_ids", self.q_segment_ids, (batch, q_len))
-        if self.kv_segment_ids is None:
-            if q_len != kv_len:
-                raise ValueError(
-                    f"q_segment_ids alone describe self-attention, but there are {q_len} queries "
-                    f"and {kv_len} keys: give kv_segment_ids too"
-                )
-            return _runs(self.q_segment_ids)
-        _require("kv_segment_ids", self.kv_segment_ids, (batch, kv_len))
-        return _runs_of(self.q_segment_ids, self.kv_segment_ids)
+        return q_ids, q_ids if kv_ids is None else kv_ids
 
+    def key_ranges(self, batch: int, q_len: int, kv_len: int) -> KeyRanges:
+        """One range of keys a query, in O(B * (S + T)) memory.
 
-def _require(name: str, array: Array, shape: tuple[int, ...]) -> None:
-    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} is {array.dtype}{list(array.shape)}, but this call needs integers of shape "
-            f"{list(shape)}"
-        )
+        It holds every key that causality, window, lengths and segments allow; mask, bias and
+        block layout are left out. Unless `recurring`, every key in it is allowed. If so, it
+        reaches from the first to the last key of the id, cut by the other conditions.
 
+        Raises:
+            ValueError: what it is made from does not fit a call of these sizes.
+        """
+        self._check_ranges(batch, q_len, kv_len)
+        ranges = all_keys(batch, q_len, kv_len)
+        segments = self.segment_ids(batch, q_len, kv_len)
+        if segments is not None:
+            ranges = ranges.intersect(self._segment_ranges(*segments))
+        if self.kv_lengths is not None:
+            ranges = ranges.intersect(length_ranges(self.kv_lengths))
+        if self.window is not None:
+            ranges = ranges.intersect(window_ranges(*self.window, q_len, kv_len))
+        if self.causal:
+            ranges = ranges.intersect(window_ranges(None, 0, q_len, kv_len))
+        return ranges
 
-def _runs(ids_BS: Int[Array, "B S"]) -> KeyRanges:
-    """The run of equal neighbouring ids that each position belongs to."""
-    length = ids_BS.shape[1]
-    position_S = jnp.arange(length, dtype=jnp.int32)
-    differs = ids_BS[:, 1:] != ids_BS[:, :-1]
-    opens_BS = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
-    closes_BS = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
-    start_BS = lax.cummax(jnp.where(opens_BS, position_S, 0), axis=1)
-    end_BS = lax.cummin(jnp.where(closes_BS, position_S + 1, length), axis=1, reverse=True)
-    return KeyRanges(start_BS, end_BS)
-
-
-def _runs_of(q_ids_BS: Int[Array, "B S"], kv_ids_BT: Int[Array, "B T"]) -> KeyRanges:
-    """The first run of keys that has the id of each query; [0, 0) where no key has it."""
-
-    def one_row(
-        q_ids_S: Int[Array, " S"], kv_ids_T: Int[Array, " T"], run_end_T: Int[Array, " T"]
+    def _segment_ranges(
+        self, q_ids_BS: Int[Array, "B S"], kv_ids_BT: Int[Array, "B T"]
     ) -> KeyRanges:
-        order_T = jnp.argsort(kv_ids_T, stable=True)
-        rank_S = jnp.searchsorted(kv_ids_T[order_T], q_ids_S)
-        first_S = order_T[jnp.minimum(rank_S, kv_ids_T.size - 1)].astype(jnp.int32)
-        found_S = kv_ids_T[first_S] == q_ids_S
-        return KeyRanges(jnp.where(found_S, first_S, 0), jnp.where(found_S, run_end_T[first_S], 0))
+        if self.kv_segment_ids is not None:
+            return cross_ranges(q_ids_BS, kv_ids_BT)
+        return run_ranges(q_ids_BS) if self.contiguous_segments else self_ranges(q_ids_BS)
 
-    return jax.vmap(one_row)(q_ids_BS, kv_ids_BT, _runs(kv_ids_BT).end_BS)
+    def _check_ranges(self, batch: int, q_len: int, kv_len: int) -> None:
+        spec_checks.check_flag("causal", self.causal)
+        spec_checks.check_flag("contiguous_segments", self.contiguous_segments)
+        segments = self.segment_ids(batch, q_len, kv_len)
+        if segments is not None and self.contiguous_segments:
+            side = "q" if self.kv_segment_ids is None else "kv"
+            spec_checks.check_contiguous(f"{side}_segment_ids", segments[1])
+        if self.kv_lengths is not None:
+            spec_checks.check_integers("kv_lengths", self.kv_lengths, (batch,))
+        spec_checks.check_window(self.window)
+
+
+_STATIC = ("causal", "contiguous_segments", "block_layout")
+_TRACED = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "window", "mask", "bias", "dropout")
+_OFFSETS = ("first_row", "first_head")
+
+
+# `register_dataclass` would make a leaf of each default offset, and so a spec with [B, S] arrays
+# alone could not be given one PartitionSpec or one vmap axis.
+def _flatten_with_keys(spec: AttentionSpec) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    children, static = [(name, getattr(spec, name)) for name in _TRACED], []
+    for name in _OFFSETS:
+        value = getattr(spec, name)
+        fixed = isinstance(value, int)
+        children.append((name, None if fixed else value))
+        static.append(value if fixed else None)
+    keyed = [(jax.tree_util.GetAttrKey(name), child) for name, child in children]
+    return keyed, (*(getattr(spec, name) for name in _STATIC), *static)
+
+
+def _unflatten(static: tuple[Any, ...], children: Any) -> AttentionSpec:
+    fields = dict(zip((*_STATIC, *_OFFSETS), static, strict=True))
+    for name, child in zip((*_TRACED, *_OFFSETS), children, strict=True):
+        if name not in _OFFSETS or fields[name] is None:
+            fields[name] = child
+    return AttentionSpec(**fields)
+
+
+jax.tree_util.register_pytree_with_keys(AttentionSpec, _flatten_with_keys, _unflatten)

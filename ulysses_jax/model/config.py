@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, get_args
 from ulysses_jax.model.presets import PRESETS, Mlp, Norm, Positions
 
 Dtype = Literal["bfloat16", "float32"]
-Attention = Literal["blockwise", "reference"]
+Attention = Literal["auto", "blockwise", "reference", "cudnn", "tokamax", "pallas", "splash"]
 _T = TypeVar("_T")
 
 
@@ -153,7 +153,9 @@ class ModelConfig:
     dtype: Dtype = "float32"
     """Type of the computation; parameters and optimizer state are float32 always."""
     attention: Attention = "blockwise"
-    """Local attention: blockwise needs O(S) memory, reference O(S x S) and is for tests."""
+    """Local attention: blockwise runs everywhere in O(S) memory; cudnn, tokamax and pallas are
+    kernels for NVIDIA GPUs, splash for TPUs, and auto takes the first that can, else blockwise;
+    reference needs O(S x S) memory and is for tests."""
     positions: Positions | None = None
     """Position information: a learned table of train.seq_len rows, or rotary (rope)."""
     norm: Norm | None = None

@@ -72,10 +72,13 @@ class Program:
         segments_BS = None
         if segments_Bs is not None:
             segments_BS = lax.all_gather(segments_Bs, SEQ, axis=1, tiled=True)
+        # Documents are numbered along a row, so none comes back after another.
+        spec = AttentionSpec(causal=True, q_segment_ids=segments_BS, contiguous_segments=True)
+        platform = self.policy.mesh.devices.flat[0].platform
         return partial(
             exchanged_attention,
-            spec=AttentionSpec(causal=True, q_segment_ids=segments_BS),
-            local=attention_function(self.arch.attention),
+            spec=spec,
+            local=attention_function(self.arch.attention, platform),
             axis=SEQ,
             scale=self.arch.head_dim**-0.5,
         )
