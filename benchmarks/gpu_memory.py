@@ -1,6 +1,7 @@
 """Memory of configs on a GPU cluster, by XLA's own count, compiled without any GPU; prints JSON.
 
-    pip install --no-deps jax-cuda12-plugin==<jax's version> jax-cuda12-pjrt==<jax's version>
+    pip install --no-deps jax-cuda12-plugin==<jax's version> jax-cuda12-pjrt==<jax's version> \\
+        nvidia-cudnn-cu12 nvidia-cuda-nvcc-cu12
     JAX_PLATFORMS=cpu python benchmarks/gpu_memory.py configs/gpt_7b_128k_32gpu.yaml [--key value …]
 
 The step is the one that `train.py` runs, for A100-SXM4-80GB in nodes of eight. Sizes are bytes per

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ulysses_jax.attention.block_layout import BlockLayout
+    from ulysses_jax.attention.dropout import Dropout
     from ulysses_jax.attention.select import attention_function
     from ulysses_jax.attention.spec import AttentionSpec
     from ulysses_jax.model.gpt import GPT
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT",
     "AttentionSpec",
+    "BlockLayout",
+    "Dropout",
     "attention_function",
     "exchanged_attention",
     "heads_to_seq",
@@ -25,6 +29,8 @@ __all__ = [
 _HOMES = {
     "GPT": "model.gpt",
     "AttentionSpec": "attention.spec",
+    "BlockLayout": "attention.block_layout",
+    "Dropout": "attention.dropout",
     "attention_function": "attention.select",
     "exchanged_attention": "parallel.ulysses",
     "heads_to_seq": "parallel.exchange",

@@ -1,5 +1,7 @@
 """Exchanged attention in a user's own region: exact, with any local function, and refusing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from jax.sharding import PartitionSpec
 import ulysses_jax
 from ulysses_jax import AttentionSpec, attention_function, exchanged_attention, make_mesh
 from ulysses_jax.attention import reference
+from ulysses_jax.attention.block_layout import BlockLayout
+from ulysses_jax.attention.dropout import Dropout
 
 SPLIT = PartitionSpec("data", "seq")
 SCALE = 0.4
@@ -54,6 +58,43 @@ def test_values_and_gradients_equal_dense_attention(heads, kv_heads, mesh_shape)
 
     expected = both(lambda q, k, v: reference.attend(q, k, v, AttentionSpec(causal=True), SCALE)[0])
     for found, wanted in zip(both(sharded), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_what_belongs_to_a_head_stays_with_it():
+    """A bias with its gradient, a mask, a layout and dropout, each of its own for every head."""
+    q, k, v = _draw(8, 4)
+    draw = np.random.default_rng(2)
+    layout = BlockLayout(3, 4, draw.random((8, 4, 3)) < 0.7)
+    spec = AttentionSpec(
+        mask=jnp.asarray(draw.random((1, 8, 12, 12)) < 0.8),
+        block_layout=layout,
+        dropout=Dropout(rate=0.4, key=jax.random.key(3)),
+    )
+    bias = jnp.asarray(draw.standard_normal((1, 8, 12, 12)), jnp.float32)
+    local = attention_function("blockwise")
+    rows = PartitionSpec(None, "seq")
+
+    def region(q, k, v, bias):
+        biased = dataclasses.replace(spec, bias=bias)
+        return exchanged_attention(q, k, v, biased, local=local, axis="seq", scale=SCALE)
+
+    whole = PartitionSpec()
+    sharded = jax.shard_map(
+        region, mesh=make_mesh(1, 4), in_specs=(rows, rows, rows, whole), out_specs=rows
+    )
+
+    def dense(q, k, v, bias):
+        return reference.attend(q, k, v, dataclasses.replace(spec, bias=bias), SCALE)[0]
+
+    def both(attend):
+        def call(*inputs):
+            out, vjp = jax.vjp(attend, *inputs)
+            return out, *vjp(jnp.cos(out))
+
+        return jax.jit(call)(q, k, v, bias)
+
+    for found, wanted in zip(both(sharded), both(dense), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 

@@ -162,6 +162,10 @@ def test_dry_run_shows_the_plan_and_writes_nothing(train_here, tiny_run, tmp_pat
             "train.global_batch is 6, which mesh.data × train.accumulate = 4 × 1 does not divide; "
             "use 4 or 8",
         ),
+        (
+            "--model.attention cudnn",
+            "attention 'cudnn' runs on GPUs, but this program is for a CPU: use 'auto' or",
+        ),
         ("--data.source MISSING", "data.source='MISSING' does not exist; it must be"),
         ("--data.source EMPTY", "data.source='EMPTY' is empty; name a file of UTF-8 text"),
         ("--data.source BINARY", "data.source='BINARY' is not UTF-8 text; name a file of UTF-8"),

@@ -264,8 +264,7 @@ def pad_pairs(x: Shaped[Array, "B|1 h|1 S|1 T|1"] | None, cut: Cut) -> Shaped[Ar
 
 
 def pad_rules(rules: Rules, cut: Cut) -> Rules:
-    """The rules for whole blocks: padded queries see what the last one does, padded keys are out
-    of every range."""
+    """The rules for whole blocks: padded queries see what the last one does, none sees padding."""
     more_q = cut.q_blocks * cut.blocks.q - cut.sizes.q_len
     more_k = cut.kv_blocks * cut.blocks.kv - cut.sizes.kv_len
 

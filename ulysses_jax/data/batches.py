@@ -8,7 +8,6 @@ a device: the label of a slice's last token lies in the next slice, and nobody s
 from dataclasses import dataclass
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -82,6 +81,9 @@ class TrainBatches:
         self._reader = _WindowReader(store, seq_len, document_mask, vocab_size)
         self._seq_len = seq_len
         self._global_batch = global_batch
+        # Imported here, so that a `Batch` alone needs no more than JAX.
+        import grain
+
         self._order = grain.MapDataset.range(self.windows).seed(seed).shuffle().repeat()
 
     def read(self, step: int, rows: slice, columns: slice) -> Batch:

@@ -152,9 +152,9 @@ class ModelConfig:
     """Inner width of the MLP (scalars per token)."""
     dtype: Dtype = "float32"
     """Type of the computation; parameters and optimizer state are float32 always."""
-    attention: Attention = "blockwise"
-    """Local attention: blockwise runs everywhere in O(S) memory; cudnn, tokamax and pallas are
-    kernels for NVIDIA GPUs, splash for TPUs, and auto takes the first that can, else blockwise;
+    attention: Attention = "auto"
+    """Local attention: cudnn, tokamax and pallas are kernels for NVIDIA GPUs, splash for TPUs;
+    blockwise runs everywhere, in O(S) memory; auto takes the first that can and says which;
     reference needs O(S x S) memory and is for tests."""
     positions: Positions | None = None
     """Position information: a learned table of train.seq_len rows, or rotary (rope)."""

@@ -1,8 +1,10 @@
 """Ulysses attention where the mesh axes are manual: exchange, local attention, exchange back."""
 
+import dataclasses
+
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32, Shaped
 
 from ulysses_jax.attention.select import LocalAttention
 from ulysses_jax.attention.spec import AttentionSpec
@@ -24,7 +26,8 @@ def exchanged_attention(
 
     Args:
       q_BsHD, k_BsKD, v_BsKD: this device's contiguous part of the sequence, all heads.
-      spec: the mask, described over the whole sequence: its arrays are [B, S], not [B, s].
+      spec: what is attended, described over the whole sequence and all heads: its arrays are
+        [B, S] and [B|1, H|1, S|1, T|1], not this device's part of them.
       local: attention on one device, such as `attention_function("blockwise")`.
       axis: the manual mesh axis over which the sequence is split.
       scale: factor of the scores, usually D^(−1/2).
@@ -39,6 +42,20 @@ def exchanged_attention(
     if ways == 1:
         return local(q_BsHD, k_BsKD, v_BsKD, spec, scale)[0]
     HeadPlan.of(q_BsHD.shape[2], k_BsKD.shape[2], ways)
+    spec = _own_heads(spec, lax.axis_index(axis), q_BsHD.shape[2] // ways)
     q_BShD, k_BSgD, v_BSgD = (seq_to_heads(x, axis) for x in (q_BsHD, k_BsKD, v_BsKD))
     out_BShD, _ = local(q_BShD, k_BSgD, v_BSgD, spec, scale)
     return checkpoint_name(heads_to_seq(out_BShD, axis), "attn_exchanged")
+
+
+def _own_heads(spec: AttentionSpec, part: Int32[Array, ""], heads: int) -> AttentionSpec:
+    """`spec` as the device that has this part of the heads, so many of them, is to see it."""
+
+    def own(x: Shaped[Array, "B|1 H|1 S|1 T|1"] | None) -> Shaped[Array, "..."] | None:
+        if x is None or x.shape[1] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, part * heads, heads, axis=1)
+
+    counted = spec.dropout is not None or spec.block_layout is not None
+    first = spec.first_head + part * heads if counted else spec.first_head
+    return dataclasses.replace(spec, mask=own(spec.mask), bias=own(spec.bias), first_head=first)

@@ -85,13 +85,14 @@ def run_command_line(main: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit code.
 
     A ValueError, which is how a user's mistake is raised everywhere here, becomes one line on
-    stderr and code 2; one that a library raised is a mistake of ours and keeps its traceback. An
-    interrupt that the command did not handle becomes code 130.
+    stderr and code 2, and so does the NotImplementedError of a kernel that was asked for by name;
+    one that a library raised is a mistake of ours and keeps its traceback. An interrupt that the
+    command did not handle becomes code 130.
     """
     code = 1
     try:
         code = main() or 0
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(__file__).parents[1] not in Path(raised_in).parents:
             traceback.print_exc()

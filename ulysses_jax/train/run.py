@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.table import Table
 
+from ulysses_jax.attention.select import attention_function
 from ulysses_jax.data.batches import TrainBatches
 from ulysses_jax.data.store import Corpus
 from ulysses_jax.parallel.backend import (
@@ -41,6 +42,7 @@ def run(config: Config) -> int:
 
     Raises:
       ValueError: the config does not fit the devices, the data or the run folder.
+      NotImplementedError: the attention kernel that it names cannot do what the model needs.
     """
     start_backend(config.mesh.simulated_devices, processes_of(config.distributed))
     require_joined()
@@ -48,6 +50,8 @@ def run(config: Config) -> int:
     _print_processes(console)
     mesh = make_mesh(config.mesh.data, config.mesh.seq)
     _require_divisible_batch(config, mesh.shape[DATA])
+    # A kernel that these devices or this installation lack is refused before anything is made.
+    attention_function(config.model.attention, mesh.devices.flat[0].platform)
     if config.train.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.train.compilation_cache)
     trainer = Trainer.of(config, mesh)
