@@ -53,8 +53,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--install", action="store_true", help="install the peers and exit")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows whose names start so")
     parser.add_argument("--json", type=Path, help="file to write the results into")
-    parser.add_argument("--rounds", type=int, help="runs of each side, instead of the row's own")
+    parser.add_argument(
+        "--rounds", type=_rounds, help="runs of each side, instead of the row's own"
+    )
     return parser.parse_args()
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} rounds cannot be run: give 1 or more")
+    return int(text)
 
 
 def _measure(row: Row, rounds: int, json: Path | None) -> bool:

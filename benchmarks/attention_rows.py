@@ -135,7 +135,7 @@ def _matmul_rate(seq: int, dim: int) -> Row:
         _attention("ours", seq=seq, heads=8, dim=dim, work="flops", warm_up=seq < 8192),
         Side("XLA's 2048×2048 product", "matmul_rate"),
         (_faster(0.50, aim=0.65),),
-        rounds=5 if seq < 8192 else 2,
+        rounds=5 if seq < 8192 else 3,
     )
 
 
@@ -171,7 +171,7 @@ def _documents() -> Row:
         _attention("8 documents", documents=8, **sizes),
         _attention("1 document", documents=1, **sizes),
         (Goal("seconds", "ours / against", 0.16),),
-        rounds=2,
+        rounds=3,
     )
 
 

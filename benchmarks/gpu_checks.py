@@ -47,8 +47,9 @@ def _compile(case: Case, kernel: str) -> Callable[..., dict[str, jax.Array]]:
         def out_and_lse(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
             return attend(q, k, v, case.spec(), case.head_dim**-0.5)
 
-        out, pull, lse = jax.vjp(out_and_lse, q, k, v, has_aux=True)
-        dq, dk, dv = pull(d_out)
+        (out, lse), pull = jax.vjp(out_and_lse, q, k, v)
+        # Some gradient for the log-sum-exp too: fused kernels need a second backward pass for it.
+        dq, dk, dv = pull((d_out, 0.1 * jnp.cos(jnp.where(jnp.isfinite(lse), lse, 0))))
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
     # The reference takes the same values, and computes in float32 from there.

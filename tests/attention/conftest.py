@@ -1,12 +1,13 @@
 """The shared base of attention tests: implementations, cases, and the definition of attention.
 
 The definition is in float64 and pair by pair, from the meaning of a spec alone. Specs of one
-structure and shape share one compiled program an implementation.
+structure and shape share one compiled program an implementation. Kernels that others keep run
+interpreted, in float32.
 """
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ulysses_jax.attention import blockwise, reference
+from ulysses_jax.attention import blockwise, pallas, reference, splash
 from ulysses_jax.attention.block_layout import BlockLayout, longformer
 from ulysses_jax.attention.blocks import BlockSizes
 from ulysses_jax.attention.dropout import Dropout, keep, query_words
@@ -23,6 +24,8 @@ from ulysses_jax.attention.spec import AttentionSpec
 
 SCALE = 0.4
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
+PAIRWISE = frozenset({"block_layout", "mask", "bias", "dropout"})
+FIELDS = PAIRWISE | {"q_segment_ids", "kv_lengths", "window"}
 MOST = 8, 8, 32, 32  # rows, heads, queries and keys of a model whose dropout is drawn
 
 
@@ -53,31 +56,12 @@ class Case(NamedTuple):
         shapes = q_shape, k_shape, k_shape, q_shape, (batch, heads, q_len)
         return Arrays(*(draw(shape).astype(np.float32) for shape in shapes))
 
-
-class Implementation(NamedTuple):
-    """Local attention, and the features (see `_features`) that it must refuse."""
-
-    attend: LocalAttention
-    refuses: frozenset[str] = frozenset()
-
-
-IMPLEMENTATIONS = {
-    "blockwise": Implementation(partial(blockwise.attend, blocks=BlockSizes(8, 5))),
-    "reference": Implementation(reference.attend),
-}
-
-
-def _features(arrays: Arrays, spec: AttentionSpec) -> set[str]:
-    found = {
-        "causal": spec.causal,
-        "segments": spec.q_segment_ids is not None,
-        "recurring": spec.recurring,
-        "cross": arrays.q.shape[1] != arrays.k.shape[1],
-        "grouped": arrays.q.shape[2] != arrays.k.shape[2],
-    }
-    fields = ("kv_lengths", "window", "block_layout", "mask", "bias", "dropout")
-    found |= {field: getattr(spec, field) is not None for field in fields}
-    return {feature for feature, given in found.items() if given}
+    def features(self) -> set[str]:
+        """What of this call an implementation may have to refuse."""
+        _, q_len, kv_len, heads, kv_heads, _ = self.sizes
+        found = {name: getattr(self.spec, name) is not None for name in FIELDS}
+        found |= {"cross": q_len != kv_len, "grouped": heads != kv_heads}
+        return {feature for feature, given in found.items() if given}
 
 
 def _differentiated(attend: LocalAttention) -> Compute:
@@ -94,6 +78,40 @@ def _differentiated(attend: LocalAttention) -> Compute:
     return compute
 
 
+@cache
+def _compiled(attend: LocalAttention) -> Compute:
+    return jax.jit(_differentiated(attend))
+
+
+class Implementation(NamedTuple):
+    """Local attention, and the features that it must refuse."""
+
+    attend: LocalAttention
+    refuses: frozenset[str] = frozenset()
+    head_dim: int | None = None  # the smallest that it takes, unless it takes all
+
+    def fitted(self, case: Case) -> Case:
+        dim = self.head_dim or case.sizes[5]
+        return case._replace(sizes=(*case.sizes[:5], dim))
+
+    def compute(self, arrays: Arrays, spec: AttentionSpec) -> Results:
+        """Compiled results and gradients."""
+        return _compiled(self.attend)(arrays, spec)
+
+
+IMPLEMENTATIONS = {
+    "blockwise": Implementation(partial(blockwise.attend, blocks=BlockSizes(8, 5))),
+    "reference": Implementation(reference.attend),
+    "pallas": Implementation(
+        partial(pallas.attend, interpret=True),
+        PAIRWISE | {"kv_lengths", "window", "cross", "grouped"},
+        head_dim=8,
+    ),
+    # The windows of cases are traced, which splash does not take.
+    "splash": Implementation(partial(splash.attend, interpret=True), PAIRWISE | {"window"}),
+}
+
+
 def _ids(*lengths: int) -> np.ndarray:
     # Not sorted: only equality may matter.
     return np.repeat(np.array([5, 2, 9, 0, 7, 1], np.int32)[: len(lengths)], lengths)
@@ -108,6 +126,9 @@ def _ints(*values: int) -> np.ndarray:
 
 
 SELF = (3, 23, 23, 6, 2, 5)
+UNGROUPED = (3, 23, 23, 2, 2, 5)
+# More than one block of 128, which is the smallest of some kernels.
+LONG = (2, 137, 137, 2, 2, 5)
 CROSS = (2, 11, 17, 4, 2, 3)
 KEY = np.array([3, 141], np.uint32)
 WHOLE = [_ids(23)] * 3
@@ -161,8 +182,17 @@ CASES: dict[str, Case] = {
     "documents": _packed(False, DOCUMENTS, [23, 23, 23]),
     "causal": _packed(True, WHOLE, [23, 23, 23]),
     "causal documents with lengths": _packed(True, DOCUMENTS, [14, 0, 23]),
-    "recurring segments": _self(q_segment_ids=np.stack(RECURRING)),
-    "rising segments": _self(q_segment_ids=np.stack([np.arange(23) // 6] * 3)),
+    "no condition": Case(UNGROUPED, AttentionSpec()),
+    "recurring segments": Case(UNGROUPED, AttentionSpec(q_segment_ids=np.stack(RECURRING))),
+    "rising segments": Case(
+        UNGROUPED, AttentionSpec(q_segment_ids=np.stack([np.arange(23, dtype=np.int32) // 6] * 3))
+    ),
+    "causal recurring segments, over blocks": Case(
+        LONG,
+        AttentionSpec(
+            True, np.stack([np.resize(_ints(4, 4, 1), 137), np.resize(_ids(60, 29), 137)])
+        ),
+    ),
     "causal, other segments of keys": _cross(
         causal=True,
         q_segment_ids=np.stack([_ids(6, 1, 4)] * 2),
@@ -212,8 +242,14 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+@pytest.fixture(scope="session", params=["blockwise", "reference"])
 def implementation(request: pytest.FixtureRequest) -> Implementation:
+    """Those that take every spec."""
+    return IMPLEMENTATIONS[request.param]
+
+
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
+def any_implementation(request: pytest.FixtureRequest) -> Implementation:
     return IMPLEMENTATIONS[request.param]
 
 
@@ -225,18 +261,7 @@ def differentiated() -> Callable[[LocalAttention], Compute]:
 
 @pytest.fixture(scope="session")
 def compute(implementation: Implementation) -> Compute:
-    """Compiled results and gradients; the test of what is refused ends once it was."""
-    compiled = jax.jit(_differentiated(implementation.attend))
-
-    def run(arrays: Arrays, spec: AttentionSpec) -> Results:
-        refused = implementation.refuses & _features(arrays, spec)
-        if refused:
-            with pytest.raises(NotImplementedError):
-                compiled(arrays, spec)
-            pytest.skip(f"refused as it must be: {', '.join(sorted(refused))}")
-        return compiled(arrays, spec)
-
-    return run
+    return implementation.compute
 
 
 @pytest.fixture(scope="session")

@@ -132,7 +132,7 @@ def test_bigbird_adds_random_blocks_of_each_head_to_longformer() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fixed(8, 0), "block is 0: use at least 1"),
+        (lambda: fixed(8, 0), "block is 0: use an integer of at least 1"),
         (lambda: fixed(8, 2, local_blocks=3, global_blocks=2, patterns=2), "need 4 blocks, but"),
         (lambda: longformer(8, 2, window_blocks=-1), "window_blocks is -1"),
         (

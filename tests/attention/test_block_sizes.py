@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from ulysses_jax.attention.block_layout import BlockLayout, longformer
-from ulysses_jax.attention.block_sizes import block_sizes, cut_layout, whole_layout_blocks
+from ulysses_jax.attention.block_sizes import (
+    block_sizes,
+    check_blocks,
+    cut_layout,
+    whole_layout_blocks,
+)
 from ulysses_jax.attention.blocks import BlockSizes
 from ulysses_jax.attention.shapes import AttentionSizes
 
@@ -43,10 +48,32 @@ def test_a_dense_layout_gets_large_blocks_and_a_scattered_one_small_ones() -> No
 
 def test_blocks_of_a_layout_above_the_limit_are_cut_where_they_divide() -> None:
     attended = np.array([[[True, False], [True, True]]])
-    assert cut_layout(BlockLayout(64, 512, attended)) == BlockLayout(64, 512, attended)
-    cut = cut_layout(BlockLayout(1024, 1021, attended))
-    assert (cut.q_block, cut.kv_block) == (512, 1021)
-    np.testing.assert_array_equal(cut.attended, np.repeat(attended, 2, axis=1))
+    small = BlockLayout(64, 512, attended)
+    assert cut_layout(small, 128, 1024) == small
+    for q_len, rows in ((2048, 4), (1100, 3)):
+        cut = cut_layout(BlockLayout(1024, 1021, attended), q_len, 2042)
+        assert (cut.q_block, cut.kv_block) == (512, 1021)
+        np.testing.assert_array_equal(cut.attended, np.repeat(attended, 2, axis=1)[:, :rows])
+
+
+def test_layout_blocks_that_cannot_be_cut_are_refused() -> None:
+    layout = BlockLayout(64, 4099, np.ones((1, 2, 2), bool))
+    with pytest.raises(ValueError, match=r"4099 keys: above 1024 use one that a number from 64"):
+        cut_layout(layout, 128, 8198)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (BlockSizes(0, 4), "use sizes of at least 1"),
+        (BlockSizes(4, 4, 2, 2), "do not divide the 3 rows and 2 kv heads"),
+        (BlockSizes(4, 4, 1, 3), "do not divide the 3 rows and 2 kv heads"),
+        (BlockSizes(4, 4, 3, 1), "a unit of several rows needs all 2 kv heads"),
+    ],
+)
+def test_blocks_that_do_not_cover_the_call_are_refused(blocks: BlockSizes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_blocks(blocks, AttentionSizes(3, 8, 8, 4, 2, 8))
 
 
 def test_given_blocks_are_enlarged_to_whole_blocks_of_the_layout() -> None:

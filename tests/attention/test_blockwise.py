@@ -76,9 +76,11 @@ def test_what_is_not_saved_is_computed_again(
     assert (loops, products) == (LOOPS + more_loops, PROJECTIONS + PRODUCTS + more_products)
 
 
-def _temporary_bytes(length: int) -> int:
+def _temporary_bytes(length: int, **fields: Any) -> int:
+    spec = AttentionSpec(causal=True, **fields)
+
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(blockwise.attend(q, k, v, AttentionSpec(causal=True), 0.3)[0] ** 2)
+        return jnp.sum(blockwise.attend(q, k, v, spec, 0.3)[0] ** 2)
 
     x = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
     step = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(x, x, x).compile()
@@ -88,6 +90,20 @@ def _temporary_bytes(length: int) -> int:
 def test_no_buffer_has_the_size_of_all_pairs() -> None:
     length = 16384
     assert _temporary_bytes(length) < length**2 * 4 / 50
+
+
+def test_memory_grows_with_the_sequence_whatever_is_described() -> None:
+    def temporary(length: int) -> int:
+        return _temporary_bytes(
+            length,
+            window=(100, None),
+            q_segment_ids=np.arange(length)[None] % 7,
+            kv_lengths=np.array([length - 3]),
+            mask=np.ones((1, 1, 1, length), bool),
+            dropout=Dropout(rate=0.1, key=jax.random.key(0)),
+        )
+
+    assert temporary(16384) < 2.5 * temporary(8192)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +168,54 @@ def test_gradients_are_summed_over_devices_that_share_keys(inputs: tuple[jax.Arr
     gradients = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
     for actual, expected in zip(gradients(q, k, v, True), gradients(q, k, v, False), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_rows_of_one_large_score_have_the_gradient_of_equal_weights() -> None:
+    """As where an additive mask rules out a whole row: max + log(count) would lose the count."""
+    x = jax.random.normal(jax.random.key(2), (1, 7, 1, 3))
+    bias = jnp.full((1, 1, 1, 7), -1e9)
+
+    def gradients(attend: Any) -> Any:
+        def loss(k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(attend(x, k, v, AttentionSpec(bias=bias), 0.3)[0]))
+
+        return jax.grad(loss, (0, 1))(x, 2 * x)
+
+    for actual, expected in zip(gradients(SMALL), gradients(reference.attend), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_an_empty_row_gives_zero_beside_values_that_are_not_finite() -> None:
+    x = jnp.ones((2, 5, 1, 3))
+    spec = AttentionSpec(kv_lengths=jnp.array([3, 0]))
+    out, _ = SMALL(x, x, x.at[:, 1].set(jnp.nan), spec, 0.3)
+    assert not out[1].any()
+
+
+def test_a_layout_block_longer_than_the_sequence_is_cut() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 13, 1, 3))
+    spec = AttentionSpec(block_layout=BlockLayout(1024, 1024, np.ones((1, 1, 1), bool)))
+    out, _ = blockwise.attend(x, x, x, spec, 0.3)
+    np.testing.assert_allclose(out, reference.attend(x, x, x, spec, 0.3)[0], atol=1e-6)
+
+
+def test_it_runs_with_64_bit_types_on() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 13, 1, 3))
+    layout = BlockLayout(4, 5, np.ones((1, 4, 3), bool))
+    spec = AttentionSpec(True, np.zeros((1, 13), int), window=(5, 0), block_layout=layout)
+    expected, _ = reference.attend(x, x, x, spec, 0.3)
+    with jax.enable_x64(True):
+        wide = dataclasses.replace(spec, bias=jnp.zeros((1, 1, 13, 13)))
+        gradient = jax.grad(lambda q: jnp.sum(SMALL(q, x, x, wide, 0.3)[0]))(x)
+        assert gradient.shape == x.shape
+        out, _ = SMALL(x, x, x, wide, 0.3)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_a_scale_that_is_traced_is_refused() -> None:
+    x = jnp.ones((1, 5, 1, 3))
+    with pytest.raises(ValueError, match="it is compiled in: give a Python number"):
+        jax.jit(lambda scale: SMALL(x, x, x, AttentionSpec(), scale))(0.3)
 
 
 def test_vmap_over_packings_equals_one_call_each(inputs: tuple[jax.Array, ...]) -> None:

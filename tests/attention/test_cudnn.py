@@ -194,3 +194,11 @@ def test_a_gpu_that_is_not_nvidias_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jax, "local_devices", lambda: [amd])
     with pytest.raises(NotImplementedError, match="NVIDIA GPUs, not for gfx942"):
         limits.compute_capability()
+
+
+def test_a_gpu_before_ampere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    volta = SimpleNamespace(compute_capability="7.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [volta])
+    with pytest.raises(NotImplementedError, match=r"compute capability 8\.0 \(Ampere\), not 7\.0"):
+        _attend(AttentionSpec())

@@ -11,6 +11,12 @@ def test_sizes_are_read_off_the_arrays() -> None:
     assert attention_sizes(jnp.zeros((2, 11, 6, 7)), k, k) == (2, 11, 5, 6, 3, 7)
 
 
+def test_integers_are_refused() -> None:
+    x = jnp.zeros((1, 2, 1, 4))
+    with pytest.raises(ValueError, match="k is int32, but attention needs floating point"):
+        attention_sizes(x, x.astype(int), x)
+
+
 @pytest.mark.parametrize(
     ("q_shape", "k_shape", "v_shape", "message"),
     [

@@ -276,6 +276,10 @@ def test_ranges_are_the_same_in_a_manual_region_with_replication_checked() -> No
             },
             "kv_segment_ids has id 4 in 3 separate runs of row 1",
         ),
+        (
+            {"q_segment_ids": np.full((2, 3), 2**32), "kv_segment_ids": np.zeros((2, 5), int)},
+            "q_segment_ids holds 4294967296, which is no 32-bit integer",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -105,6 +105,20 @@ def test_triton_equals_the_definition_for_prime_lengths(
     assert_equal(compute(arrays, spec), definition(arrays, spec), 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("interpreted")
+def test_triton_equals_the_definition_or_refuses_what_is_not_causality(
+    differentiated: Callable[..., Run], definition: Run, assert_equal: Check, case: Any
+) -> None:
+    arrays, spec = case._replace(sizes=(*case.sizes[:5], 8)).arrays(), case.spec
+    compute = jax.jit(differentiated(tokamax.attend))
+    if case.features() - {"cross", "grouped"}:
+        with pytest.raises(NotImplementedError):
+            compute(arrays, spec)
+    else:
+        assert_equal(compute(arrays, spec), definition(arrays, spec), 1e-5)
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("kv_len", "spec"),

@@ -104,6 +104,41 @@ def test_heads_that_the_axis_does_not_divide_are_refused():
         _sharded(make_mesh(1, 4), attention_function("blockwise"))(q, k, v)
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (AttentionSpec(mask=np.ones((1, 4, 12, 12), bool)), "has 4 heads, but this call has 8"),
+        (AttentionSpec(bias=np.ones((1, 1, 3, 12), np.float32)), "has 3 queries, but .* has 12"),
+        (AttentionSpec(kv_lengths=np.ones(3, np.int32)), r"needs integers of shape \[2\]"),
+        (AttentionSpec(block_layout=BlockLayout(12, 12, np.ones((4, 1, 1), bool))), "4 heads"),
+    ],
+)
+def test_a_spec_that_does_not_fit_the_whole_sequence_is_refused(spec, message):
+    q, k, v = _draw(8, 8)
+    local = attention_function("blockwise")
+
+    def region(q, k, v):
+        return exchanged_attention(q, k, v, spec, local=local, axis="seq", scale=SCALE)
+
+    rows = PartitionSpec(None, "seq")
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(region, mesh=make_mesh(1, 4), in_specs=rows, out_specs=rows)(q, k, v)
+
+
+def test_dropout_does_not_depend_on_how_rows_and_heads_are_split():
+    q, k, v = _draw(4, 4)
+    dropout = Dropout(rate=0.5, key=jax.random.key(3))
+
+    def region(q, k, v):
+        spec = AttentionSpec(dropout=dropout, first_row=jax.lax.axis_index("data") * q.shape[0])
+        local = attention_function("blockwise")
+        return exchanged_attention(q, k, v, spec, local=local, axis="seq", scale=SCALE)
+
+    mapped = jax.shard_map(region, mesh=make_mesh(2, 2), in_specs=SPLIT, out_specs=SPLIT)
+    expected, _ = reference.attend(q, k, v, AttentionSpec(dropout=dropout), SCALE)
+    np.testing.assert_allclose(jax.jit(mapped)(q, k, v), expected, rtol=0, atol=1e-5)
+
+
 def test_every_public_name_exists():
     for name in ulysses_jax.__all__:
         assert callable(getattr(ulysses_jax, name)), name

@@ -1,6 +1,7 @@
 """Static tables of the blocks of pairs that are attended, and the field's patterns of them."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ class BlockLayout:
     q_block: int
     kv_block: int
     attended: Bool[np.ndarray, "H nq nk"]
+    _identity: tuple[int, int, tuple[int, ...], bytes] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("q_block", "kv_block"):
@@ -40,15 +42,15 @@ class BlockLayout:
             )
         table.flags.writeable = False
         object.__setattr__(self, "attended", table)
+        # Once: a table may be large, and a jitted call looks its program up by it.
+        digest = hashlib.sha256(table.tobytes()).digest()
+        object.__setattr__(self, "_identity", (self.q_block, self.kv_block, table.shape, digest))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockLayout) and self._content() == other._content()
+        return isinstance(other, BlockLayout) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash(self._content())
-
-    def _content(self) -> tuple[int, int, tuple[int, ...], bytes]:
-        return self.q_block, self.kv_block, self.attended.shape, self.attended.tobytes()
+        return hash(self._identity)
 
     def check(self, q_len: int, kv_len: int, heads: int, first_head: int | Array) -> None:
         """Refuses a call of other lengths, or with heads that have no table.
@@ -67,7 +69,7 @@ class BlockLayout:
                     f"the block layout has {given} {side} blocks of {block}, but a length of "
                     f"{length} needs {needed}: make the layout for this length"
                 )
-        stop = heads + (first_head if isinstance(first_head, int) else 0)
+        stop = heads + (int(first_head) if isinstance(first_head, int | np.integer) else 0)
         if tables != 1 and stop > tables:
             raise ValueError(
                 f"the block layout has tables for {tables} heads, but this call reaches head "
@@ -83,7 +85,7 @@ class BlockLayout:
         """
         if self.attended.shape[0] == 1:
             return self.attended
-        if isinstance(first_head, int):
+        if isinstance(first_head, int | np.integer):
             return self.attended[first_head : first_head + heads]
         return lax.dynamic_slice_in_dim(jnp.asarray(self.attended), first_head, heads)
 
@@ -220,5 +222,5 @@ def bigbird(
 
 def _require_positive(**numbers: int) -> None:
     for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} is {number}: use at least 1")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is {number!r}: use an integer of at least 1")

@@ -47,17 +47,49 @@ def block_sizes(
     return BlockSizes(q, kv, rows, heads)
 
 
-def cut_layout(layout: BlockLayout) -> BlockLayout:
-    """The same pairs in blocks that are not above the limit, where those divide the blocks."""
+def check_blocks(blocks: BlockSizes, sizes: AttentionSizes) -> None:
+    """Refuses block sizes that do not cut a call into equal units.
+
+    Raises:
+        ValueError: a size is below 1, or does not divide what it has to.
+    """
+    if min(blocks) < 1:
+        raise ValueError(f"blocks are {blocks}: use sizes of at least 1")
+    if sizes.batch % blocks.rows or sizes.kv_heads % blocks.kv_heads:
+        raise ValueError(
+            f"blocks are {blocks}, but units of so many rows and kv heads do not divide the "
+            f"{sizes.batch} rows and {sizes.kv_heads} kv heads of this call: use divisors"
+        )
+    if blocks.rows > 1 and blocks.kv_heads != sizes.kv_heads:
+        raise ValueError(
+            f"blocks are {blocks}, but a unit of several rows needs all {sizes.kv_heads} kv "
+            f"heads: use kv_heads={sizes.kv_heads}, or rows=1"
+        )
+
+
+def cut_layout(layout: BlockLayout, q_len: int, kv_len: int) -> BlockLayout:
+    """The same pairs in blocks of at most 512 where some of 64 or more divide the layout's.
+
+    Raises:
+        ValueError: none does, and a block of the layout is above 1024: a tile of the scores of a
+            whole block would take as much memory as it has pairs.
+    """
     q, kv = (_divisor(block, _LARGE) for block in (layout.q_block, layout.kv_block))
     q, kv = (
         small if small >= _OVERHEAD else block
         for small, block in ((q, layout.q_block), (kv, layout.kv_block))
     )
+    if max(q, kv) > 2 * _LARGE:
+        raise ValueError(
+            f"the block layout has blocks of {layout.q_block} queries and {layout.kv_block} keys: "
+            f"above {2 * _LARGE} use one that a number from {_OVERHEAD} to {_LARGE} divides"
+        )
     if (q, kv) == (layout.q_block, layout.kv_block):
         return layout
     attended = np.repeat(layout.attended, layout.q_block // q, axis=1)
-    return BlockLayout(q, kv, np.repeat(attended, layout.kv_block // kv, axis=2))
+    attended = np.repeat(attended, layout.kv_block // kv, axis=2)
+    # The last block may be shorter than whole: its cut blocks after the end are none.
+    return BlockLayout(q, kv, attended[:, : -(-q_len // q), : -(-kv_len // kv)])
 
 
 def whole_layout_blocks(blocks: BlockSizes, layout: BlockLayout) -> BlockSizes:

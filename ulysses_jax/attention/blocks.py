@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
+from ulysses_jax.attention.padding import pad_to_multiple
 from ulysses_jax.attention.shapes import AttentionSizes
 
 
@@ -75,8 +76,8 @@ class Cut(NamedTuple):
         """A unit's [n, b, g, R, D], zeros after the end."""
         b, g, r = self.blocks.rows, self.blocks.kv_heads, self.share
         size = (b, self.sizes.q_len, g * r, x_BShD.shape[3])
-        x_bShD = lax.dynamic_slice(x_BShD, (place.row, 0, place.kv_head * r, 0), size)
-        x_bShD = _pad(x_bShD, 1, self.q_blocks * self.blocks.q)
+        x_bShD = lax.dynamic_slice(x_BShD, corner(place.row, 0, place.kv_head * r, 0), size)
+        x_bShD = pad_to_multiple(x_bShD, 1, self.blocks.q)
         x_bnqgrD = x_bShD.reshape(b, self.q_blocks, self.blocks.q, g, r, -1)
         return x_bnqgrD.transpose(1, 0, 3, 4, 2, 5).reshape(self.q_blocks, b, g, self.columns, -1)
 
@@ -86,8 +87,8 @@ class Cut(NamedTuple):
         """A unit's [n, b, g, 1, R], `padding` after the end."""
         b, g, r = self.blocks.rows, self.blocks.kv_heads, self.share
         size = (b, g * r, self.sizes.q_len)
-        x_bhS = lax.dynamic_slice(x_BhS, (place.row, place.kv_head * r, 0), size)
-        x_bhS = _pad(x_bhS, 2, self.q_blocks * self.blocks.q, padding)
+        x_bhS = lax.dynamic_slice(x_BhS, corner(place.row, place.kv_head * r, 0), size)
+        x_bhS = pad_to_multiple(x_bhS, 2, self.blocks.q, padding)
         x_bgrnq = x_bhS.reshape(b, g, r, self.q_blocks, self.blocks.q)
         return x_bgrnq.transpose(3, 0, 1, 2, 4).reshape(self.q_blocks, b, g, 1, self.columns)
 
@@ -95,8 +96,8 @@ class Cut(NamedTuple):
         """A unit's [m, b, g, k, D], zeros after the end."""
         b, g = self.blocks.rows, self.blocks.kv_heads
         size = (b, self.sizes.kv_len, g, x_BTgD.shape[3])
-        x_bTgD = lax.dynamic_slice(x_BTgD, (place.row, 0, place.kv_head, 0), size)
-        x_bTgD = _pad(x_bTgD, 1, self.kv_blocks * self.blocks.kv)
+        x_bTgD = lax.dynamic_slice(x_BTgD, corner(place.row, 0, place.kv_head, 0), size)
+        x_bTgD = pad_to_multiple(x_bTgD, 1, self.blocks.kv)
         return x_bTgD.reshape(b, self.kv_blocks, self.blocks.kv, g, -1).transpose(1, 0, 3, 2, 4)
 
     def put_queries(
@@ -107,7 +108,7 @@ class Cut(NamedTuple):
         x_nbgrqD = x_nbgRD.reshape(n, b, g, self.share, self.blocks.q, dim)
         x_bnqgrD = x_nbgrqD.transpose(1, 0, 4, 2, 3, 5)
         x_bShD = x_bnqgrD.reshape(b, -1, g * self.share, dim)[:, : self.sizes.q_len]
-        at = (place.row, 0, place.kv_head * self.share, 0)
+        at = corner(place.row, 0, place.kv_head * self.share, 0)
         return lax.dynamic_update_slice(x_BShD, x_bShD.astype(x_BShD.dtype), at)
 
     def put_statistics(
@@ -117,7 +118,8 @@ class Cut(NamedTuple):
         n, b, g, _, _ = x_nbg1R.shape
         x_bgrnq = x_nbg1R.reshape(n, b, g, self.share, self.blocks.q).transpose(1, 2, 3, 0, 4)
         x_bhS = x_bgrnq.reshape(b, g * self.share, -1)[:, :, : self.sizes.q_len]
-        return lax.dynamic_update_slice(x_BhS, x_bhS, (place.row, place.kv_head * self.share, 0))
+        at = corner(place.row, place.kv_head * self.share, 0)
+        return lax.dynamic_update_slice(x_BhS, x_bhS, at)
 
     def put_keys(
         self, x_BTgD: Shaped[Array, "B T g D"], x_mbgkD: Shaped[Array, "m b g k D"], place: Place
@@ -125,11 +127,10 @@ class Cut(NamedTuple):
         """Writes a unit's blocks where `keys` read them."""
         _, b, g, _, dim = x_mbgkD.shape
         x_bTgD = x_mbgkD.transpose(1, 0, 3, 2, 4).reshape(b, -1, g, dim)[:, : self.sizes.kv_len]
-        at = (place.row, 0, place.kv_head, 0)
+        at = corner(place.row, 0, place.kv_head, 0)
         return lax.dynamic_update_slice(x_BTgD, x_bTgD.astype(x_BTgD.dtype), at)
 
 
-def _pad(x: Shaped[Array, "..."], axis: int, length: int, value: float = 0) -> Shaped[Array, "..."]:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=value)
+def corner(*starts: int | Int32[Array, ""]) -> tuple[Int32[Array, ""], ...]:
+    """Where a slice starts, all of one integer type, as slices need (also with 64-bit types on)."""
+    return tuple(jnp.asarray(start, jnp.int32) for start in starts)

@@ -19,7 +19,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from ulysses_jax.attention.block_sizes import block_sizes, cut_layout, whole_layout_blocks
+from ulysses_jax.attention.block_sizes import (
+    block_sizes,
+    check_blocks,
+    cut_layout,
+    whole_layout_blocks,
+)
 from ulysses_jax.attention.blocks import BlockSizes, Cut
 from ulysses_jax.attention.dropout import seed_words
 from ulysses_jax.attention.shapes import attention_sizes
@@ -27,7 +32,7 @@ from ulysses_jax.attention.spec import AttentionSpec
 from ulysses_jax.attention.tiles import Fixed, Rules, Unit, pad_pairs, pad_rules, product, unit_at
 from ulysses_jax.attention.varying import vary_alike
 
-_Pairs: TypeAlias = Float[Array, "B|1 h|1 S|1 T|1"]
+_Pairs: TypeAlias = Float[Array, "#B #h #S #T"]
 _Inputs: TypeAlias = tuple[
     Float[Array, "B S h D"],
     Float[Array, "B T g D"],
@@ -36,7 +41,12 @@ _Inputs: TypeAlias = tuple[
     Rules,
 ]
 _Outputs: TypeAlias = tuple[Float[Array, "B S h D"], Float32[Array, "B h S"]]
-_Residuals: TypeAlias = tuple[_Inputs, _Outputs]
+# The output, the greatest score of each query, and the logarithm of its sum of exponentials. Their
+# sum is the log-sum-exp, but where it is large it no longer tells the second.
+_Softmax: TypeAlias = tuple[
+    Float[Array, "B S h D"], Float32[Array, "B h S"], Float32[Array, "B h S"]
+]
+_Residuals: TypeAlias = tuple[_Inputs, _Softmax]
 _Arrays: TypeAlias = tuple[Array, ...]
 
 
@@ -54,9 +64,9 @@ def attend(
     Query head i uses key/value head `i // (h // g)`. Products are accumulated in float32; the
     factors of a product are in the dtype of q, k and v, the softmax weights included.
 
-    The custom VJP keeps q, k, v, the output and the log-sum-exp under the names `attn_q`,
-    `attn_k`, `attn_v`, `attn_out` and `attn_lse`: under a remat policy that saves these, no
-    attention is computed again. Both results may be differentiated, in reverse mode only; so may
+    The custom VJP keeps q, k, v, the output and the log-sum-exp (in two parts) under the names
+    `attn_q`, `attn_k`, `attn_v`, `attn_out` and `attn_lse`: under a remat policy that saves these,
+    no attention is computed again. Both results may be differentiated, in reverse mode only; so may
     a bias, whose gradient has its size.
 
     Args:
@@ -73,17 +83,24 @@ def attend(
     Raises:
         ValueError: the shapes or the spec do not fit together.
     """
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(f"scale is {scale}, but it is compiled in: give a Python number")
     sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
     spec.check(sizes.batch, sizes.q_len, sizes.kv_len, sizes.heads)
     lengths = (sizes.batch, sizes.q_len, sizes.kv_len)
-    layout = None if spec.block_layout is None else cut_layout(spec.block_layout)
+    layout = (
+        None
+        if spec.block_layout is None
+        else cut_layout(spec.block_layout, sizes.q_len, sizes.kv_len)
+    )
     blocks = blocks or block_sizes(sizes, layout, small=_cores_a_device() < 2)
+    check_blocks(blocks, sizes)
     if layout is not None:
         blocks = whole_layout_blocks(blocks, layout)
     dropout = spec.dropout
     fixed = Fixed(
         Cut(sizes, blocks),
-        scale,
+        float(scale),
         layout,
         dropout.rate if dropout is not None else 0.0,
         dropout is not None and dropout.broadcast,
@@ -103,7 +120,8 @@ def _cores_a_device() -> float:
     """CPU cores for each device of this process; unlimited for devices that are not CPUs."""
     if jax.default_backend() != "cpu":
         return float("inf")
-    return (os.cpu_count() or 1) / jax.local_device_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (cores or 1) / jax.local_device_count()
 
 
 def _as_int32(ids: Any) -> Any:
@@ -119,10 +137,27 @@ def _attend(
     bias: _Pairs | None,
     rules: Rules,
 ) -> _Outputs:
+    return _results(_softmax(fixed, q_BShD, k_BTgD, v_BTgD, bias, rules))
+
+
+def _results(softmax: _Softmax) -> _Outputs:
+    out_BShD, highest_BhS, log_total_BhS = softmax
+    # Of a query with nothing to attend to this is -inf + 0.
+    return out_BShD, highest_BhS + log_total_BhS
+
+
+def _softmax(
+    fixed: Fixed,
+    q_BShD: Float[Array, "B S h D"],
+    k_BTgD: Float[Array, "B T g D"],
+    v_BTgD: Float[Array, "B T g D"],
+    bias: _Pairs | None,
+    rules: Rules,
+) -> _Softmax:
     cut = fixed.cut
     rules, bias = pad_rules(rules, cut), pad_pairs(bias, cut)
 
-    def unit(number: Int32[Array, ""], outputs: _Outputs) -> _Outputs:
+    def unit(number: Int32[Array, ""], softmax: _Softmax) -> _Softmax:
         unit = unit_at(fixed, rules, bias, number)
         q_nbgRD = _scaled(cut.queries(q_BShD, unit.place), unit)
         k_mbgkD = cut.keys(k_BTgD, unit.place)
@@ -130,7 +165,7 @@ def _attend(
 
         def query_block(
             _: None, x: tuple[Int32[Array, ""], Float[Array, "b g R D"]]
-        ) -> tuple[None, tuple[Float32[Array, "b g R D"], Float32[Array, "b g 1 R"]]]:
+        ) -> tuple[None, _Arrays]:
             n, q_bgRD = x
             q_bgDR = q_bgRD.swapaxes(2, 3)
             columns = unit.columns(n)
@@ -164,21 +199,22 @@ def _attend(
             highest_bg1R, total_bg1R, sum_bgDR = _over_keys(unit, n, key_block, softmax)
             empty_bg1R = total_bg1R == 0
             total_bg1R = jnp.where(empty_bg1R, 1, total_bg1R)
-            # Of an empty column this is -inf + 0.
-            lse_bg1R = highest_bg1R + jnp.log(total_bg1R)
-            return None, ((sum_bgDR / total_bg1R).swapaxes(2, 3), lse_bg1R)
+            # Also where a value that nobody attends to is NaN: 0 * NaN is not 0.
+            out_bgDR = jnp.where(empty_bg1R, 0, sum_bgDR / total_bg1R)
+            return None, (out_bgDR.swapaxes(2, 3), highest_bg1R, jnp.log(total_bg1R))
 
         numbers = jnp.arange(cut.q_blocks, dtype=jnp.int32)
-        _, (out_nbgRD, lse_nbg1R) = lax.scan(query_block, None, (numbers, q_nbgRD))
-        out_BShD, lse_BhS = outputs
-        return (
-            cut.put_queries(out_BShD, out_nbgRD, unit.place),
-            cut.put_statistics(lse_BhS, lse_nbg1R, unit.place),
+        _, (out_nbgRD, *statistics_nbg1R) = lax.scan(query_block, None, (numbers, q_nbgRD))
+        out_BShD, *statistics_BhS = softmax
+        highest_BhS, log_total_BhS = (
+            cut.put_statistics(x_BhS, x_nbg1R, unit.place)
+            for x_BhS, x_nbg1R in zip(statistics_BhS, statistics_nbg1R, strict=True)
         )
+        return cut.put_queries(out_BShD, out_nbgRD, unit.place), highest_BhS, log_total_BhS
 
-    statistics = (cut.sizes.batch, cut.sizes.heads, cut.sizes.q_len)
-    zeros = lax.full_like(q_BShD, 0), lax.full_like(q_BShD, 0, jnp.float32, statistics)
-    return lax.fori_loop(0, cut.units, unit, zeros)
+    shape = (cut.sizes.batch, cut.sizes.heads, cut.sizes.q_len)
+    zeros_BhS = lax.full_like(q_BShD, 0, jnp.float32, shape)
+    return lax.fori_loop(0, cut.units, unit, (lax.full_like(q_BShD, 0), zeros_BhS, zeros_BhS))
 
 
 def _attend_forward(
@@ -192,29 +228,32 @@ def _attend_forward(
     q_BShD = checkpoint_name(q_BShD, "attn_q")
     k_BTgD = checkpoint_name(k_BTgD, "attn_k")
     v_BTgD = checkpoint_name(v_BTgD, "attn_v")
-    out_BShD, lse_BhS = _attend(fixed, q_BShD, k_BTgD, v_BTgD, bias, rules)
-    outputs = checkpoint_name(out_BShD, "attn_out"), checkpoint_name(lse_BhS, "attn_lse")
-    return outputs, ((q_BShD, k_BTgD, v_BTgD, bias, rules), outputs)
+    out_BShD, *statistics_BhS = _softmax(fixed, q_BShD, k_BTgD, v_BTgD, bias, rules)
+    highest_BhS, log_total_BhS = (checkpoint_name(x_BhS, "attn_lse") for x_BhS in statistics_BhS)
+    softmax = checkpoint_name(out_BShD, "attn_out"), highest_BhS, log_total_BhS
+    return _results(softmax), ((q_BShD, k_BTgD, v_BTgD, bias, rules), softmax)
 
 
 def _attend_backward(
     fixed: Fixed, residuals: _Residuals, cotangents: _Outputs
 ) -> tuple[Array, Array, Array, _Pairs | None, None]:
-    (q_BShD, k_BTgD, v_BTgD, bias, rules), (out_BShD, lse_BhS) = residuals
+    (q_BShD, k_BTgD, v_BTgD, bias, rules), softmax = residuals
+    out_BShD, highest_BhS, log_total_BhS = softmax
     dout_BShD, dlse_BhS = cotangents
     cut = fixed.cut
 
     # The results of empty rows are constants, so whatever cotangent they got (NaN after a merge of
     # two -inf, say) means nothing.
-    empty_BhS = lse_BhS == -jnp.inf
+    empty_BhS = highest_BhS == -jnp.inf
     dout_BShD = jnp.where(empty_BhS.swapaxes(1, 2)[..., None], 0, dout_BShD)
     # With p the weights and dp = dout v^T, the gradient of a score is p (dp - delta): the softmax
     # subtracts sum(p dp) = sum(dout out) from every dp of a row, and the lse adds its cotangent.
     delta_BShD = dout_BShD.astype(jnp.float32) * out_BShD.astype(jnp.float32)
     delta_BhS = jnp.sum(delta_BShD, axis=-1).swapaxes(1, 2)
     delta_BhS -= jnp.where(empty_BhS, 0, dlse_BhS)
-    # Every weight of a row whose lse is +inf is 0.
-    lse_BhS = jnp.where(empty_BhS, jnp.inf, lse_BhS)
+    # Every weight of a row whose total is +inf is 0.
+    highest_BhS = jnp.where(empty_BhS, 0, highest_BhS)
+    log_total_BhS = jnp.where(empty_BhS, jnp.inf, log_total_BhS)
 
     padded_rules, padded_bias = pad_rules(rules, cut), pad_pairs(bias, cut)
 
@@ -222,7 +261,8 @@ def _attend_backward(
         unit = unit_at(fixed, padded_rules, padded_bias, number)
         q_nbgRD = _scaled(cut.queries(q_BShD, unit.place), unit)
         dout_nbgRD = cut.queries(dout_BShD, unit.place)
-        lse_nbg1R = cut.statistics(lse_BhS, unit.place, jnp.inf)
+        highest_nbg1R = cut.statistics(highest_BhS, unit.place, 0)
+        log_total_nbg1R = cut.statistics(log_total_BhS, unit.place, jnp.inf)
         delta_nbg1R = cut.statistics(delta_BhS, unit.place, 0)
         k_mbgkD, v_mbgkD = cut.keys(k_BTgD, unit.place), cut.keys(v_BTgD, unit.place)
         k_mbgDk = k_mbgkD.swapaxes(3, 4)
@@ -230,7 +270,7 @@ def _attend_backward(
         def query_block(gradients: _Arrays, x: _Arrays) -> tuple[_Arrays, None]:
             # Block n of the queries is replaced by its gradient: one whole array less.
             q_nbgRD, *sums = gradients
-            n, dout_bgRD, lse_bg1R, delta_bg1R = x
+            n, dout_bgRD, highest_bg1R, log_total_bg1R, delta_bg1R = x
             q_bgRD = q_nbgRD[n]
             columns = unit.columns(n)
             q_bgDR, dout_bgDR = q_bgRD.swapaxes(2, 3), dout_bgRD.swapaxes(2, 3)
@@ -238,7 +278,7 @@ def _attend_backward(
             def key_block(j: Int32[Array, ""], sums: _Arrays, ragged: bool) -> _Arrays:
                 dq_bgDR, dk_mbgkD, dv_mbgkD, *dbias = sums
                 score_bgkR = unit.scores(q_bgDR, k_mbgkD[j], columns, n, j, ragged)
-                weight_bgkR = jnp.exp(score_bgkR - lse_bg1R)
+                weight_bgkR = jnp.exp((score_bgkR - highest_bg1R) - log_total_bg1R)
                 dweight_bgkR = product("bgkd,bgdr->bgkr", v_mbgkD[j], dout_bgDR)
                 kept_bgkR = unit.kept(columns, j)
                 dropped_bgkR = weight_bgkR
@@ -266,7 +306,7 @@ def _attend_backward(
         sums, _ = lax.scan(
             query_block,
             (q_nbgRD, *zeros, *dbias),
-            (numbers, dout_nbgRD, lse_nbg1R, delta_nbg1R),
+            (numbers, dout_nbgRD, highest_nbg1R, log_total_nbg1R, delta_nbg1R),
         )
         dq_nbgRD, dk_mbgkD, dv_mbgkD, *dbias = sums
         if not unit.scales_queries(q_BShD):

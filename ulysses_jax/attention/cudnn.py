@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32
 from ulysses_jax.attention.fused import Gradients, Outputs, fused_attention
 from ulysses_jax.attention.limits import (
     compute_capability,
+    refuse_before_ampere,
     refuse_dtypes,
     refuse_head_dim,
     refuse_pairwise,
@@ -50,6 +51,7 @@ def attend(
     """
     sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
     spec.check(sizes.batch, sizes.q_len, sizes.kv_len, sizes.heads)
+    refuse_before_ampere(_NAME)
     refuse_dtypes(_NAME, ("bfloat16", "float16"), q_BShD, k_BTgD, v_BTgD)
     hopper = (compute_capability() or 0.0) >= _HOPPER
     refuse_head_dim(_NAME, sizes, multiple=8, largest=256 if hopper else 128)

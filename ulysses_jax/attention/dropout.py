@@ -26,8 +26,8 @@ class Dropout:
     broadcast: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.rate < 1.0:
-            raise ValueError(f"the dropout rate is {self.rate}: use a number from 0 to below 1")
+        if not isinstance(self.rate, int | float) or not 0.0 <= self.rate < 1.0:
+            raise ValueError(f"the dropout rate is {self.rate!r}: use a number from 0 to below 1")
 
 
 def seed_words(key: Key[Array, ""] | UInt32[Array, "..."]) -> UInt32[Array, "2"]:
@@ -63,8 +63,8 @@ def keep(
 
     An integer hash of the key index: lowbias32 (Wellons, hash-prospector), whose two rounds are
     keyed with the two words of the query. One word would make a query's row a shifted or permuted
-    copy of another's with probability 2^-32 a pair, which happens in long sequences; two words
-    make it 2^-64. The last shift of the hash is left out: only the high bits decide.
+    copy of another's with probability 2^-32 a pair, which happens in long sequences; the second
+    makes that negligible. The last shift of the hash is left out: only the high bits decide.
     """
     x = words_x2[..., 0] ^ key_y.astype(jnp.uint32)
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)

@@ -52,7 +52,7 @@ def bounded(value: Bound, limit: int) -> int | Int32[Array, ""]:
     """`value` cut to +-`limit`, so that a side of 2^31 - 1 and more overflows no int32."""
     if isinstance(value, int | np.integer | np.ndarray):
         return max(-limit, min(int(value), limit))
-    return jnp.clip(value.astype(jnp.int32), -limit, limit)
+    return jnp.clip(value, -limit, limit).astype(jnp.int32)
 
 
 def length_ranges(kv_lengths_B: Int[Array, " B"]) -> KeyRanges:

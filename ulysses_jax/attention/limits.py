@@ -26,6 +26,19 @@ def compute_capability() -> float | None:
     return float(capability)
 
 
+def refuse_before_ampere(kernel: str) -> None:
+    """Refuses GPUs older than Ampere, and those that are not NVIDIA's.
+
+    Raises:
+        NotImplementedError: naming the compute capability.
+    """
+    capability = compute_capability()
+    if capability is not None and capability < 8:
+        raise NotImplementedError(
+            f"{kernel} needs an NVIDIA GPU of compute capability 8.0 (Ampere), not {capability}"
+        )
+
+
 def refuse_pairwise(kernel: str, spec: AttentionSpec) -> None:
     """Refuses what is given for each pair: mask, bias, block layout and dropout.
 

@@ -13,7 +13,13 @@ from jax.experimental.pallas.ops.gpu import attention as kernels
 from jaxtyping import Array, Float, Float32
 
 from ulysses_jax.attention.fused import Gradients, Outputs, fused_attention
-from ulysses_jax.attention.limits import refuse_dtypes, refuse_head_dim, refuse_pairwise
+from ulysses_jax.attention.limits import (
+    refuse_before_ampere,
+    refuse_dtypes,
+    refuse_head_dim,
+    refuse_pairwise,
+)
+from ulysses_jax.attention.padding import pad_to_multiple
 from ulysses_jax.attention.shapes import attention_sizes
 from ulysses_jax.attention.spec import AttentionSpec
 from ulysses_jax.attention.varying import unchecked
@@ -64,6 +70,7 @@ def attend(
     sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
     spec.check(sizes.batch, sizes.q_len, sizes.kv_len, sizes.heads)
     if not interpret:
+        refuse_before_ampere(_NAME)
         refuse_dtypes(_NAME, ("bfloat16", "float16"), q_BShD, k_BTgD, v_BTgD)
     refuse_head_dim(_NAME, sizes, multiple=8, largest=_LARGEST_HEAD_DIM)
     refuse_pairwise(_NAME, spec)
@@ -108,7 +115,7 @@ class _Kernel:
             interpret=self.interpret,
             return_residuals=True,
         )
-        operands = (_padded(x, 1) for x in (q_BShD, k_BShD, v_BShD))
+        operands = (pad_to_multiple(x, 1, _BLOCK) for x in (q_BShD, k_BShD, v_BShD))
         out_BShD, lse2_BhS = unchecked(forward, *operands, _padded_ids(masks))
         # The kernel's exponentials are of base 2.
         return out_BShD[:, :length], math.log(2) * lse2_BhS[:, :, :length]
@@ -126,9 +133,9 @@ class _Kernel:
         length = q_BShD.shape[1]
         # Padded queries have dout = 0, so that the weights they get add nothing.
         q_BShD, k_BShD, v_BShD, out_BShD, dout_BShD = (
-            _padded(x, 1) for x in (q_BShD, k_BShD, v_BShD, out_BShD, dout_BShD)
+            pad_to_multiple(x, 1, _BLOCK) for x in (q_BShD, k_BShD, v_BShD, out_BShD, dout_BShD)
         )
-        lse2_BhS = _padded(lse_BhS / math.log(2), 2)
+        lse2_BhS = pad_to_multiple(lse_BhS / math.log(2), 2, _BLOCK)
         residuals = (q_BShD, k_BShD, v_BShD, _padded_ids(masks), out_BShD, lse2_BhS)
         backward = partial(
             kernels._mha_backward,
@@ -157,10 +164,3 @@ def _padded_ids(masks: tuple[Array, ...]) -> Array | None:
     padding = -ids_BS.shape[1] % _BLOCK
     own_Bp = jnp.broadcast_to(own_B1, (ids_BS.shape[0], padding))
     return jnp.concatenate([ids_BS, own_Bp], axis=1)
-
-
-def _padded(x: Array, axis: int) -> Array:
-    """Pads with zeros to a multiple of the block."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % _BLOCK)
-    return jnp.pad(x, widths)

@@ -65,7 +65,7 @@ def attention_function(name: str, platform: str | None = None) -> LocalAttention
     if name in fixed:
         return fixed[name]
     if name == _AUTO:
-        return functools.partial(_first_that_can, platform)
+        return functools.partial(_first_that_can, _normal(platform))
     if name not in _KERNELS:
         raise ValueError(
             f"there is no attention called {name!r}: choose one of "
@@ -92,7 +92,9 @@ def _kernel(name: str, platform: str | None) -> LocalAttention:
 
 def _normal(platform: str | None) -> str:
     platform = platform or jax.default_backend()
-    return "gpu" if platform == "cuda" else platform
+    if platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+        raise ValueError(f"there is no platform {platform!r}: use cpu, gpu or tpu")
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def _first_that_can(

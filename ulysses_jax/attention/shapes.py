@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
@@ -24,7 +25,8 @@ def attention_sizes(
     """Reads the sizes off the arrays.
 
     Raises:
-        ValueError: the shapes do not fit together, a sequence is empty, or g does not divide h.
+        ValueError: the shapes do not fit together, a sequence is empty, g does not divide h, or
+            an array is not floating point.
     """
     shapes = f"q {list(q_BShD.shape)}, k {list(k_BTgD.shape)}, v {list(v_BTgD.shape)}"
     if q_BShD.ndim != 4 or k_BTgD.ndim != 4 or k_BTgD.shape != v_BTgD.shape:
@@ -35,6 +37,9 @@ def attention_sizes(
         raise ValueError(f"q, k and v must agree in batch and head dim, not {shapes}")
     if 0 in q_BShD.shape or 0 in k_BTgD.shape:
         raise ValueError(f"attention needs every dimension to be at least 1, not {shapes}")
+    for name, x in (("q", q_BShD), ("k", k_BTgD), ("v", v_BTgD)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} is {x.dtype}, but attention needs floating point: convert it")
     if heads % kv_heads:
         raise ValueError(
             f"{heads} query heads cannot share {kv_heads} key/value heads: the number of query "

@@ -22,6 +22,11 @@ def check_integers(name: str, array: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} is {_described(array)}, but this call needs integers of shape {list(shape)}"
         )
+    if isinstance(array, np.ndarray) and array.size:
+        limits = np.iinfo(np.int32)
+        for value in (array.min(), array.max()):
+            if not limits.min <= value <= limits.max:
+                raise ValueError(f"{name} holds {value}, which is no 32-bit integer: renumber it")
 
 
 def check_segments(q_ids: Any, kv_ids: Any, batch: int, q_len: int, kv_len: int) -> None:
@@ -104,7 +109,7 @@ def check_dropout(dropout: Any) -> None:
     key = dropout.key
     if _is_array(key):
         is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
-        if is_key or (key.dtype == jnp.uint32 and key.ndim == 1):
+        if is_key or (key.dtype == jnp.uint32 and key.shape in ((2,), (4,))):
             return
     raise ValueError(f"the dropout key is {_described(key)}, but it is one key: use jax.random.key")
 

@@ -22,6 +22,7 @@ from ulysses_jax.attention.limits import (
     refuse_pairwise,
     static_window,
 )
+from ulysses_jax.attention.padding import pad_to_multiple
 from ulysses_jax.attention.shapes import AttentionSizes, attention_sizes
 from ulysses_jax.attention.spec import AttentionSpec
 from ulysses_jax.attention.varying import unchecked
@@ -115,7 +116,7 @@ class _Kernel:
         dout_BShD: Array,
     ) -> Gradients:
         splash = self._splash(q_BShD.shape[2])
-        lse_BhS = _padded(lse_BhS, 2, self.q_block, NOTHING_ATTENDED)
+        lse_BhS = pad_to_multiple(lse_BhS, 2, self.q_block, NOTHING_ATTENDED)
 
         def one_row(
             q: Array, k: Array, v: Array, ids: Any, out: Array, lse: Array, do: Array
@@ -149,10 +150,10 @@ class _Kernel:
         return dq_BShD[:, : self.q_len], dk_BTgD[:, : self.kv_len], dv_BTgD[:, : self.kv_len]
 
     def _queries(self, x_BShD: Array) -> Float[Array, "B h S D"]:
-        return _padded(x_BShD, 1, self.q_block).swapaxes(1, 2)
+        return pad_to_multiple(x_BShD, 1, self.q_block).swapaxes(1, 2)
 
     def _keys(self, x_BTgD: Array) -> Float[Array, "B g T D"]:
-        return _padded(x_BTgD, 1, self.kv_block).swapaxes(1, 2)
+        return pad_to_multiple(x_BTgD, 1, self.kv_block).swapaxes(1, 2)
 
     def _scaled(self, q_BShD: Array) -> Float[Array, "B h S D"]:
         q_BhSD = self._queries(q_BShD)
@@ -217,8 +218,8 @@ def _ids(
     if spec.kv_lengths is not None:
         seen_BT = jnp.arange(sizes.kv_len) < spec.kv_lengths[:, None]
         kv_ids_BT = jnp.where(seen_BT, kv_ids_BT, nobody_B1)
-    kv_ids_BT = _padded(kv_ids_BT - nobody_B1, 1, kernel.kv_block) + nobody_B1
-    return _padded(q_ids_BS, 1, kernel.q_block), kv_ids_BT
+    kv_ids_BT = pad_to_multiple(kv_ids_BT - nobody_B1, 1, kernel.kv_block) + nobody_B1
+    return pad_to_multiple(q_ids_BS, 1, kernel.q_block), kv_ids_BT
 
 
 def _segments(masks: tuple[Array, ...]) -> kernels.SegmentIds | None:
@@ -228,9 +229,3 @@ def _segments(masks: tuple[Array, ...]) -> kernels.SegmentIds | None:
 def _block(length: int) -> int:
     """The block for a sequence: as large as is useful, and a multiple of the lanes."""
     return min(_LARGEST_BLOCK, length + -length % _LANES)
-
-
-def _padded(x: Array, axis: int, multiple: int, value: float = 0) -> Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, widths, constant_values=value)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped, UInt32
 
 from ulysses_jax.attention import visits
 from ulysses_jax.attention.block_layout import BlockLayout
-from ulysses_jax.attention.blocks import Cut, Place
+from ulysses_jax.attention.blocks import Cut, Place, corner
 from ulysses_jax.attention.dropout import Dropout, keep, query_words
 from ulysses_jax.attention.key_ranges import KeyRanges
 
@@ -22,7 +22,7 @@ class Rules(NamedTuple):
 
     ranges: KeyRanges
     ids: tuple[Int32[Array, "B S"], Int32[Array, "B T"]] | None
-    mask: Bool[Array, "B|1 h|1 S|1 T|1"] | None
+    mask: Bool[Array, "#B #h #S #T"] | None
     seed: UInt32[Array, "2"] | None
     first_row: Int32[Array, ""]
     first_head: Int32[Array, ""]
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
     fixed: Fixed
     rules: Rules
-    bias: Float[Array, "B|1 h|1 S|1 T|1"] | None
+    bias: Float[Array, "#B #h #S #T"] | None
     place: Place
     reach: visits.Reach
     kinds: tuple[visits.Kinds | visits.SegmentKinds, ...]
@@ -73,7 +73,7 @@ class Unit(NamedTuple):
 
     @property
     def never_full(self) -> bool:
-        """Whether every block has to be masked: a mask may rule out any pair."""
+        """Whether every block is masked: a mask may rule out any pair, one block has no inside."""
         return self.rules.mask is not None or self.fixed.cut.kv_blocks == 1
 
     def columns(self, n: Int32[Array, ""]) -> Columns:
@@ -108,7 +108,7 @@ class Unit(NamedTuple):
     ) -> Float32[Array, "b g k R"]:
         """The scaled and biased scores of blocks n and j, −inf where not attended.
 
-        `q_bgDR` is already scaled if `scaled_queries`. Only a `ragged` block is masked.
+        `q_bgDR` is already scaled where `scales_queries`. Only a `ragged` block is masked.
         """
         score_bgkR = product("bgkd,bgdr->bgkr", k_bgkD, q_bgDR)
         if not self.scales_queries(q_bgDR):
@@ -133,11 +133,11 @@ class Unit(NamedTuple):
 
     def add_to_bias(
         self,
-        dbias: Float32[Array, "B|1 h|1 S|1 T|1"],
+        dbias: Float32[Array, "#B #h #S #T"],
         dscore_bgkR: Float32[Array, "b g k R"],
         n: Int32[Array, ""],
         j: Int32[Array, ""],
-    ) -> Float32[Array, "B|1 h|1 S|1 T|1"]:
+    ) -> Float32[Array, "#B #h #S #T"]:
         """Adds the gradient of a tile's scores to that of the bias, in place."""
         cut = self.fixed.cut
         b, g, k, _ = dscore_bgkR.shape
@@ -158,20 +158,20 @@ class Unit(NamedTuple):
     def _of_queries(self, x_BS: Int32[Array, "B S"], n: Int32[Array, ""]) -> Shaped[Array, "..."]:
         cut = self.fixed.cut
         x_bq = lax.dynamic_slice(
-            x_BS, (self.place.row, n * cut.blocks.q), (cut.blocks.rows, cut.blocks.q)
+            x_BS, corner(self.place.row, n * cut.blocks.q), (cut.blocks.rows, cut.blocks.q)
         )
         return jnp.tile(x_bq, (1, cut.share))[:, None, None]
 
     def _attended(
         self, columns: Columns, n: Int32[Array, ""], j: Int32[Array, ""]
-    ) -> Bool[Array, "b g|1 k R"]:
+    ) -> Bool[Array, "b #g k R"]:
         cut, rules = self.fixed.cut, self.rules
         key_k1 = self._keys(j)[:, None]
         attended = (key_k1 >= columns.start_b11R) & (key_k1 < columns.end_b11R)
         if rules.ids is not None:
             ids_bk = lax.dynamic_slice(
                 rules.ids[1],
-                (self.place.row, j * cut.blocks.kv),
+                corner(self.place.row, j * cut.blocks.kv),
                 (cut.blocks.rows, cut.blocks.kv),
             )
             attended &= ids_bk[:, None, :, None] == columns.ids_b11R
@@ -183,7 +183,7 @@ class Unit(NamedTuple):
 
     def _layout_tile(
         self, layout: BlockLayout, n: Int32[Array, ""], j: Int32[Array, ""]
-    ) -> Bool[Array, "1 g|1 k R"]:
+    ) -> Bool[Array, "1 #g k R"]:
         cut = self.fixed.cut
         heads = cut.blocks.kv_heads * cut.share
         tables_hnm = jnp.asarray(layout.tables(heads, self._first_head))
@@ -197,7 +197,7 @@ class Unit(NamedTuple):
             ),
         )
         size = (padded.shape[0], q_times, kv_times)
-        tile_hqk = lax.dynamic_slice(padded, (0, n * q_times, j * kv_times), size)
+        tile_hqk = lax.dynamic_slice(padded, corner(0, n * q_times, j * kv_times), size)
         tile_hqk = jnp.repeat(jnp.repeat(tile_hqk, layout.q_block, 1), layout.kv_block, 2)
         return _to_columns(tile_hqk[None], cut)
 
@@ -220,25 +220,25 @@ class Unit(NamedTuple):
         )
         narrow = [length == 1 for length in shape]
         return (
-            tuple(jnp.zeros_like(x) if one else x for x, one in zip(starts, narrow, strict=True)),
+            corner(*(0 if one else x for x, one in zip(starts, narrow, strict=True))),
             tuple(1 if one else x for x, one in zip(sizes, narrow, strict=True)),
         )
 
     def _tile(
-        self, x: Shaped[Array, "B|1 h|1 S|1 T|1"], n: Int32[Array, ""], j: Int32[Array, ""]
-    ) -> Shaped[Array, "b|1 g|1 k|1 R|1"]:
+        self, x: Shaped[Array, "#B #h #S #T"], n: Int32[Array, ""], j: Int32[Array, ""]
+    ) -> Shaped[Array, "#b #g #k #R"]:
         return _to_columns(lax.dynamic_slice(x, *self._corner(x.shape, n, j)), self.fixed.cut)
 
 
 def unit_at(
     fixed: Fixed,
     rules: Rules,
-    bias: Float[Array, "B|1 h|1 S|1 T|1"] | None,
+    bias: Float[Array, "#B #h #S #T"] | None,
     number: Int32[Array, ""],
 ) -> Unit:
     """Unit `number` of a call, with what is known of its blocks."""
     cut = fixed.cut
-    place = cut.place(number)
+    place = cut.place(number.astype(jnp.int32))
     kinds: list[visits.Kinds | visits.SegmentKinds] = []
     if rules.ids is not None:
         kinds.append(visits.segment_kinds(*rules.ids, cut, place))
@@ -250,7 +250,7 @@ def unit_at(
     return Unit(fixed, rules, bias, place, reach, tuple(kinds))
 
 
-def pad_pairs(x: Shaped[Array, "B|1 h|1 S|1 T|1"] | None, cut: Cut) -> Shaped[Array, "..."] | None:
+def pad_pairs(x: Shaped[Array, "#B #h #S #T"] | None, cut: Cut) -> Shaped[Array, "..."] | None:
     """An array over pairs with whole blocks along S and T, so that every tile can be cut out."""
     if x is None:
         return None
@@ -287,7 +287,7 @@ def product(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Fl
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _to_columns(x_bhqk: Shaped[Array, "..."], cut: Cut) -> Shaped[Array, "b|1 g|1 k|1 R|1"]:
+def _to_columns(x_bhqk: Shaped[Array, "..."], cut: Cut) -> Shaped[Array, "#b #g #k #R"]:
     """[b, g*r, q, k], any of them 1, to [b, g, k, R]."""
     b, heads, q, k = x_bhqk.shape
     if heads == 1 and q == 1:

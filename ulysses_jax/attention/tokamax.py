@@ -23,10 +23,12 @@ from ulysses_jax.attention.fused import (
 )
 from ulysses_jax.attention.limits import (
     compute_capability,
+    refuse_before_ampere,
     refuse_dtypes,
     refuse_head_dim,
     refuse_pairwise,
 )
+from ulysses_jax.attention.padding import pad_to_multiple
 from ulysses_jax.attention.shapes import AttentionSizes, attention_sizes
 from ulysses_jax.attention.spec import AttentionSpec
 from ulysses_jax.attention.varying import unchecked
@@ -62,6 +64,7 @@ def attend(
     """
     sizes = attention_sizes(q_BShD, k_BTgD, v_BTgD)
     spec.check(sizes.batch, sizes.q_len, sizes.kv_len, sizes.heads)
+    refuse_before_ampere(_NAME)
     refuse_dtypes(_NAME, ("bfloat16", "float16", "float32"), q_BShD, k_BTgD, v_BTgD)
     refuse_head_dim(_NAME, sizes, multiple=8, largest=128)
     refuse_pairwise(_NAME, spec)
@@ -116,7 +119,7 @@ class _Kernel:
         self, q_BShD: Array, k_BTgD: Array, v_BTgD: Array, masks: tuple[Array, ...]
     ) -> Outputs:
         length = q_BShD.shape[1]
-        operands = [_padded(x, 1, self.multiple) for x in (q_BShD, k_BTgD, v_BTgD)]
+        operands = [pad_to_multiple(x, 1, self.multiple) for x in (q_BShD, k_BTgD, v_BTgD)]
         options, ranges = self._options(q_BShD), self._ranges(masks)
 
         def forward(q: Array, k: Array, v: Array, start: Any, end: Any) -> Any:
@@ -141,9 +144,10 @@ class _Kernel:
         q_len, kv_len = q_BShD.shape[1], k_BTgD.shape[1]
         options, ranges = self._options(q_BShD), self._ranges(masks)
         q_BShD, k_BTgD, v_BTgD, out_BShD, dout_BShD = (
-            _padded(x, 1, self.multiple) for x in (q_BShD, k_BTgD, v_BTgD, out_BShD, dout_BShD)
+            pad_to_multiple(x, 1, self.multiple)
+            for x in (q_BShD, k_BTgD, v_BTgD, out_BShD, dout_BShD)
         )
-        lse_BhS = _padded(lse_BhS, 2, self.multiple, NOTHING_ATTENDED)
+        lse_BhS = pad_to_multiple(lse_BhS, 2, self.multiple, NOTHING_ATTENDED)
         # Weights are exp(score - highest) / total there: the log-sum-exp stands for both.
         residuals = lse_BhS, jnp.ones_like(lse_BhS)
 
@@ -182,7 +186,7 @@ class _Kernel:
 
     def _ranges(self, masks: tuple[Array, ...]) -> tuple[Array | None, Array | None]:
         # The ranges of padded queries do not matter: a copy of the last one widens no block's.
-        ranges = [_padded(x, 1, self.multiple, None)[:, None] for x in masks]
+        ranges = [pad_to_multiple(x, 1, self.multiple, None)[:, None] for x in masks]
         start = ranges.pop(0) if self.starts else None
         return start, ranges.pop(0) if self.ends else None
 
@@ -193,14 +197,3 @@ def _available() -> Any:
         # tokamax would parse the command line of this process, and fail on our arguments.
         flags.FLAGS.mark_as_parsed()
     return nullcontext() if compute_capability() else config.cross_compile(True)
-
-
-def _padded(x: Array, axis: int, multiple: int, value: float | None = 0) -> Array:
-    """Pads to a multiple, with `value`, or with the last entry where that is None."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % multiple)
-    return (
-        jnp.pad(x, widths, mode="edge")
-        if value is None
-        else jnp.pad(x, widths, constant_values=value)
-    )

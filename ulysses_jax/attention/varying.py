@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config
 
 _T = TypeVar("_T")
 
@@ -31,6 +30,9 @@ def unchecked(kernel: Callable[..., _T], *arrays: Any) -> _T:
     outside the Pallas call: they would not be cast either, and be refused when JAX evaluates the
     trace again.
     """
+    # Private, and so looked up only where a kernel needs it.
+    from jax._src import config
+
     with config._check_vma(False):
         outputs = kernel(*arrays)
     return vary_alike((arrays, outputs))[1]

@@ -27,22 +27,27 @@ def exchanged_attention(
     Args:
       q_BsHD, k_BsKD, v_BsKD: this device's contiguous part of the sequence, all heads.
       spec: what is attended, described over the whole sequence and all heads: its arrays are
-        [B, S] and [B|1, H|1, S|1, T|1], not this device's part of them.
+        [B, S] and [B|1, H|1, S|1, T|1], not this device's part of them. B are the rows of this
+        region: where they are split over another axis and dropout is given, `first_row` says
+        which they are, as in `lax.axis_index("data") * B`.
       local: attention on one device, such as `attention_function("blockwise")`.
       axis: the manual mesh axis over which the sequence is split.
       scale: factor of the scores, usually D^(−1/2).
 
     Raises:
-      ValueError: the axis size does not divide the heads.
+      ValueError: the axis size does not divide the heads, or the spec does not fit.
 
     The output is named `attn_exchanged` for remat policies. On an axis of size 1 nothing is
-    exchanged.
+    exchanged, nor named.
     """
     ways = lax.axis_size(axis)
     if ways == 1:
         return local(q_BsHD, k_BsKD, v_BsKD, spec, scale)[0]
-    HeadPlan.of(q_BsHD.shape[2], k_BsKD.shape[2], ways)
-    spec = _own_heads(spec, lax.axis_index(axis), q_BsHD.shape[2] // ways)
+    batch, q_len, heads, _ = q_BsHD.shape
+    HeadPlan.of(heads, k_BsKD.shape[2], ways)
+    # Before the heads are cut: a part of too few would be taken from the wrong place.
+    spec.check(batch, ways * q_len, ways * k_BsKD.shape[1], heads)
+    spec = _own_heads(spec, lax.axis_index(axis), heads // ways)
     q_BShD, k_BSgD, v_BSgD = (seq_to_heads(x, axis) for x in (q_BsHD, k_BsKD, v_BsKD))
     out_BShD, _ = local(q_BShD, k_BSgD, v_BSgD, spec, scale)
     return checkpoint_name(heads_to_seq(out_BShD, axis), "attn_exchanged")
@@ -51,7 +56,7 @@ def exchanged_attention(
 def _own_heads(spec: AttentionSpec, part: Int32[Array, ""], heads: int) -> AttentionSpec:
     """`spec` as the device that has this part of the heads, so many of them, is to see it."""
 
-    def own(x: Shaped[Array, "B|1 H|1 S|1 T|1"] | None) -> Shaped[Array, "..."] | None:
+    def own(x: Shaped[Array, "#B #H #S #T"] | None) -> Shaped[Array, "..."] | None:
         if x is None or x.shape[1] == 1:
             return x
         return lax.dynamic_slice_in_dim(x, part * heads, heads, axis=1)
