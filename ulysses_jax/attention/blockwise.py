@@ -245,15 +245,16 @@ def _attend_backward(
     # The results of empty rows are constants, so whatever cotangent they got (NaN after a merge of
     # two -inf, say) means nothing.
     empty_BhS = highest_BhS == -jnp.inf
-    dout_BShD = jnp.where(empty_BhS.swapaxes(1, 2)[..., None], 0, dout_BShD)
+    highest_BhS = jnp.where(empty_BhS, 0, highest_BhS)
     # With p the weights and dp = dout v^T, the gradient of a score is p (dp - delta): the softmax
     # subtracts sum(p dp) = sum(dout out) from every dp of a row, and the lse adds its cotangent.
     delta_BShD = dout_BShD.astype(jnp.float32) * out_BShD.astype(jnp.float32)
-    delta_BhS = jnp.sum(delta_BShD, axis=-1).swapaxes(1, 2)
-    delta_BhS -= jnp.where(empty_BhS, 0, dlse_BhS)
-    # Every weight of a row whose total is +inf is 0.
-    highest_BhS = jnp.where(empty_BhS, 0, highest_BhS)
-    log_total_BhS = jnp.where(empty_BhS, jnp.inf, log_total_BhS)
+    delta_BhS = jnp.sum(delta_BShD, axis=-1).swapaxes(1, 2) - dlse_BhS
+    # The weights below lack their division by the total: dout and delta carry it.
+    share_BhS = jnp.exp(-log_total_BhS)
+    delta_BhS = jnp.where(empty_BhS, 0, share_BhS * delta_BhS)
+    empty_BSh1, share_BSh1 = (x.swapaxes(1, 2)[..., None] for x in (empty_BhS, share_BhS))
+    dout_BShD = jnp.where(empty_BSh1, 0, share_BSh1 * dout_BShD).astype(dout_BShD.dtype)
 
     padded_rules, padded_bias = pad_rules(rules, cut), pad_pairs(bias, cut)
 
@@ -262,7 +263,6 @@ def _attend_backward(
         q_nbgRD = _scaled(cut.queries(q_BShD, unit.place), unit)
         dout_nbgRD = cut.queries(dout_BShD, unit.place)
         highest_nbg1R = cut.statistics(highest_BhS, unit.place, 0)
-        log_total_nbg1R = cut.statistics(log_total_BhS, unit.place, jnp.inf)
         delta_nbg1R = cut.statistics(delta_BhS, unit.place, 0)
         k_mbgkD, v_mbgkD = cut.keys(k_BTgD, unit.place), cut.keys(v_BTgD, unit.place)
         k_mbgDk = k_mbgkD.swapaxes(3, 4)
@@ -270,7 +270,7 @@ def _attend_backward(
         def query_block(gradients: _Arrays, x: _Arrays) -> tuple[_Arrays, None]:
             # Block n of the queries is replaced by its gradient: one whole array less.
             q_nbgRD, *sums = gradients
-            n, dout_bgRD, highest_bg1R, log_total_bg1R, delta_bg1R = x
+            n, dout_bgRD, highest_bg1R, delta_bg1R = x
             q_bgRD = q_nbgRD[n]
             columns = unit.columns(n)
             q_bgDR, dout_bgDR = q_bgRD.swapaxes(2, 3), dout_bgRD.swapaxes(2, 3)
@@ -278,7 +278,7 @@ def _attend_backward(
             def key_block(j: Int32[Array, ""], sums: _Arrays, ragged: bool) -> _Arrays:
                 dq_bgDR, dk_mbgkD, dv_mbgkD, *dbias = sums
                 score_bgkR = unit.scores(q_bgDR, k_mbgkD[j], columns, n, j, ragged)
-                weight_bgkR = jnp.exp((score_bgkR - highest_bg1R) - log_total_bg1R)
+                weight_bgkR = jnp.exp(score_bgkR - highest_bg1R)
                 dweight_bgkR = product("bgkd,bgdr->bgkr", v_mbgkD[j], dout_bgDR)
                 kept_bgkR = unit.kept(columns, j)
                 dropped_bgkR = weight_bgkR
@@ -306,7 +306,7 @@ def _attend_backward(
         sums, _ = lax.scan(
             query_block,
             (q_nbgRD, *zeros, *dbias),
-            (numbers, dout_nbgRD, highest_nbg1R, log_total_nbg1R, delta_nbg1R),
+            (numbers, dout_nbgRD, highest_nbg1R, delta_nbg1R),
         )
         dq_nbgRD, dk_mbgkD, dv_mbgkD, *dbias = sums
         if not unit.scales_queries(q_BShD):
