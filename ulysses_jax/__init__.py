@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from ulysses_jax.attention.spec import AttentionSpec
     from ulysses_jax.model.gpt import GPT
     from ulysses_jax.parallel.exchange import heads_to_seq, seq_to_heads
+    from ulysses_jax.parallel.heads import HeadPlan
+    from ulysses_jax.parallel.layer import ulysses_attention
     from ulysses_jax.parallel.mesh import make_mesh
     from ulysses_jax.parallel.ulysses import exchanged_attention
 
@@ -18,11 +20,13 @@ __all__ = [
     "AttentionSpec",
     "BlockLayout",
     "Dropout",
+    "HeadPlan",
     "attention_function",
     "exchanged_attention",
     "heads_to_seq",
     "make_mesh",
     "seq_to_heads",
+    "ulysses_attention",
 ]
 
 # Imported when first used: parsing a config imports this package, and must not import JAX.
@@ -31,11 +35,13 @@ _HOMES = {
     "AttentionSpec": "attention.spec",
     "BlockLayout": "attention.block_layout",
     "Dropout": "attention.dropout",
+    "HeadPlan": "parallel.heads",
     "attention_function": "attention.select",
     "exchanged_attention": "parallel.ulysses",
     "heads_to_seq": "parallel.exchange",
     "make_mesh": "parallel.mesh",
     "seq_to_heads": "parallel.exchange",
+    "ulysses_attention": "parallel.layer",
 }
 
 

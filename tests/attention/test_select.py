@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ulysses_jax.attention import blockwise, pallas, reference, select, splash
+from ulysses_jax.attention import blockwise, pallas, reference, splash
+from ulysses_jax.attention.announce import announce
 from ulysses_jax.attention.select import MissingPackageError, attention_function
 from ulysses_jax.attention.spec import AttentionSpec
 
@@ -15,7 +16,7 @@ SPEC = AttentionSpec(causal=True)
 
 @pytest.fixture(autouse=True)
 def announced_nothing_yet() -> None:
-    select._announce.cache_clear()
+    announce.cache_clear()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_identity_attention_returns_its_queries_bitwise(ways):
     np.testing.assert_array_equal(_sharded(make_mesh(2, ways), identity)(q, k, v), q)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "mesh_shape"), [(6, 3, (2, 3)), (8, 4, (1, 4))])
+@pytest.mark.parametrize(("heads", "kv_heads", "mesh_shape"), [(6, 3, (2, 3)), (8, 2, (1, 4))])
 def test_values_and_gradients_equal_dense_attention(heads, kv_heads, mesh_shape):
     inputs = _draw(heads, kv_heads)
     weight = jax.random.normal(jax.random.key(9), inputs[0].shape)
@@ -96,12 +96,6 @@ def test_what_belongs_to_a_head_stays_with_it():
 
     for found, wanted in zip(both(sharded), both(dense), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-
-
-def test_heads_that_the_axis_does_not_divide_are_refused():
-    q, k, v = _draw(6, 6)
-    with pytest.raises(ValueError, match="4 devices does not divide 6 query heads"):
-        _sharded(make_mesh(1, 4), attention_function("blockwise"))(q, k, v)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,11 @@ def test_gradients_equal_single_device_on_every_mesh(truth, mesh_shape):
     _check(truth, mesh_shape, stage=3)
 
 
-def test_gradients_equal_single_device_on_three_devices_with_grouped_kv_heads(truth):
-    _check(truth, (1, 3), stage=3, num_heads=6, num_kv_heads=3, embed_dim=24)
+@pytest.mark.parametrize(("mesh_shape", "kv_heads"), [((1, 3), 4), ((2, 4), 1)])
+def test_gradients_equal_single_device_where_devices_do_not_divide_the_heads(
+    truth, mesh_shape, kv_heads
+):
+    _check(truth, mesh_shape, stage=3, num_heads=kv_heads * 2, num_kv_heads=kv_heads, embed_dim=16)
 
 
 # Stages 0 and 1 run the same backward pass, so stage 1 is on one mesh only.

@@ -71,5 +71,5 @@ def test_kept_activations_are_inputs_and_with_exchange_also_what_it_made():
     inputs = layers * tokens * 4096 * 2
     assert kept("none") is None
     assert kept("full") == inputs
-    # q, k, v, the output before and after its exchange, and the float32 log-sum-exp.
-    assert kept("exchange") == inputs * 6 + layers * tokens * 32 * 4
+    # q, k, v, the output before and after its exchange, and two float32 statistics of the softmax.
+    assert kept("exchange") == inputs * 6 + layers * tokens * 32 * 4 * 2

@@ -14,14 +14,6 @@ from ulysses_jax.train.config import ConfigError
             "train.seq_len is 100, which mesh.seq = 8 does not divide; use 96 or 104",
         ),
         (
-            "--mesh.seq 3 --train.seq_len 6",
-            "model.num_heads is 8, which mesh.seq = 3 does not divide; use mesh.seq = 2 or 4",
-        ),
-        (
-            "--mesh.seq 8 --model.num_kv_heads 2",
-            "model.num_kv_heads is 2, which mesh.seq = 8 does not divide; use mesh.seq = 2",
-        ),
-        (
             "--train.global_batch 6 --train.accumulate 2 --mesh.data 2",
             "train.global_batch is 6, which mesh.data x train.accumulate = 2 x 2 does not divide; "
             "use 4 or 8",

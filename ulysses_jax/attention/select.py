@@ -1,7 +1,6 @@
 """Names for the implementations of local attention, and the choice among them."""
 
 import functools
-import sys
 from importlib import import_module
 from typing import Protocol
 
@@ -9,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from ulysses_jax.attention import blockwise, reference
+from ulysses_jax.attention.announce import announce
 from ulysses_jax.attention.spec import AttentionSpec
 
 # What a kernel runs on, and the extra of this package that brings it; its module has its name and
@@ -32,7 +32,7 @@ class LocalAttention(Protocol):
         v_BTgD: Float[Array, "B T g D"],
         spec: AttentionSpec,
         scale: float,
-    ) -> tuple[Float[Array, "B S h D"], Float32[Array, "B h S"]]: ...
+    ) -> tuple[Float[Array, "B S h D"], Float32[Array, "B h S"] | None]: ...
 
 
 class MissingPackageError(ValueError):
@@ -104,7 +104,7 @@ def _first_that_can(
     v_BTgD: Float[Array, "B T g D"],
     spec: AttentionSpec,
     scale: float,
-) -> tuple[Float[Array, "B S h D"], Float32[Array, "B h S"]]:
+) -> tuple[Float[Array, "B S h D"], Float32[Array, "B h S"] | None]:
     present = _normal(platform)
     refusals = []
     for name, (needed, _) in _KERNELS.items():
@@ -115,14 +115,11 @@ def _first_that_can(
         except (NotImplementedError, MissingPackageError) as refusal:
             refusals.append(f"not {name}: {refusal}")
         else:
-            _announce(name, present, tuple(refusals))
+            _announce(name, present, refusals)
             return results
-    _announce("blockwise", present, tuple(refusals))
+    _announce("blockwise", present, refusals)
     return blockwise.attend(q_BShD, k_BTgD, v_BTgD, spec, scale)
 
 
-@functools.cache  # A choice made for the same reasons is announced once.
-def _announce(name: str, platform: str, refusals: tuple[str, ...]) -> None:
-    if jax.process_index() == 0:
-        lines = [f"attention: auto takes {name} on {platform}", *refusals]
-        print("\n  ".join(lines), file=sys.stderr)
+def _announce(name: str, platform: str, refusals: list[str]) -> None:
+    announce("\n  ".join([f"attention: auto takes {name} on {platform}", *refusals]))

@@ -22,7 +22,10 @@ class MeshConfig:
     data: int = -1
     """Devices that share the sequences of a batch (count; -1: all that mesh.seq leaves)."""
     seq: int = 1
-    """Devices that share each sequence (count); must divide the heads and train.seq_len."""
+    """Devices that share each sequence (count); must divide train.seq_len.
+
+    Heads that it does not divide are padded, or repeated: the plan says by how much.
+    """
     simulated_devices: int = 0
     """CPU devices to simulate in each process (count; 0: use the real devices)."""
 

@@ -79,10 +79,13 @@ def kept_activation_bytes(config: Config, arch: Architecture, policy: ShardingPo
     if config.train.remat == "none":
         return None
     if config.train.remat == "exchange":
+        heads = HeadPlan.of(arch.num_heads, arch.num_kv_heads, policy.mesh.shape[SEQ])
+        queries = heads.ways * heads.own_heads
+        kept = 2 * queries + 2 * queries // heads.sharing
         # On one device nothing is exchanged, so the output is kept once.
-        outputs = 2 if policy.mesh.shape[SEQ] > 1 else 1
-        heads = (1 + outputs) * arch.num_heads + 2 * arch.num_kv_heads
-        per_token += heads * arch.head_dim * size + arch.num_heads * _FLOAT32
+        kept += arch.num_heads if heads.ways > 1 else 0
+        # Two statistics of the softmax a query and head.
+        per_token += kept * arch.head_dim * size + queries * 2 * _FLOAT32
     return arch.num_layers * tokens * per_token
 
 
@@ -120,8 +123,8 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
     )
     table.add_row(
         "attention",
-        f"a device attends over {train.seq_len:,} tokens with {heads.heads // seq} of "
-        f"{heads.heads} heads; its exchanges hold "
+        f"a device attends over {train.seq_len:,} tokens with {heads.own_heads} of "
+        f"{heads.heads} heads{_waste(heads)}; its exchanges hold "
         f"{_bytes(_exchange_bytes(heads, tokens, arch))} a layer, forward",
     )
     table.add_row(
@@ -138,6 +141,12 @@ def plan_table(config: Config, arch: Architecture, policy: ShardingPolicy) -> Ta
         + ("every activation is kept" if kept is None else f"{_bytes(kept)} kept per device"),
     )
     return table
+
+
+def _waste(heads: HeadPlan) -> str:
+    if heads.waste == 1:
+        return ""
+    return f" ({heads.waste:.2f} × the model's, as {heads.ways} devices do not divide them)"
 
 
 def _exchange_bytes(heads: HeadPlan, tokens: int, arch: Architecture) -> int:

@@ -201,13 +201,6 @@ def _validate_mesh(mesh: MeshConfig, architecture: Architecture, devices: int) -
             f"train.seq_len is {architecture.max_seq_len}, which mesh.seq = {mesh.seq} does not "
             f"divide; use {nearest_multiples(architecture.max_seq_len, mesh.seq)}"
         )
-    for name in ("num_heads", "num_kv_heads"):
-        heads = getattr(architecture, name)
-        if heads % mesh.seq:
-            raise ConfigError(
-                f"model.{name} is {heads}, which mesh.seq = {mesh.seq} does not divide; use "
-                f"mesh.seq = {nearest_divisors(architecture.num_kv_heads, mesh.seq)}"
-            )
     if not devices:
         return
     if mesh.data == -1 and devices % mesh.seq:
