@@ -1,11 +1,13 @@
-"""`python -m ulysses_jax generate …` and `evaluate …`: what to do with a trained run."""
+"""`python -m ulysses_jax …`: generate and evaluate use a trained run, verify checks a model."""
 
 import sys
 
 from ulysses_jax.train.command_line import parse_evaluate, parse_generate, run_command_line
+from ulysses_jax.verification.command_line import parse_verify
 
 USAGE = """usage: python -m ulysses_jax generate --run_dir DIR --prompt TEXT [--tokens N …]
        python -m ulysses_jax evaluate --run_dir DIR [--data.source …] [--mesh.seq N …]
+       python -m ulysses_jax verify [--model FILE.py:NAME] [--mesh.data N] [--mesh.seq N …]
 
 Give --help after a command for its keys. Training is `python train.py --help`."""
 
@@ -25,11 +27,19 @@ def main() -> int:
         from ulysses_jax.train.inference import evaluate_run
 
         return evaluate_run(evaluation)
+    if command == ["verify"]:
+        verification = parse_verify(arguments)
+
+        from ulysses_jax.verification.command import run_verify
+
+        return run_verify(verification)
     if command in (["--help"], ["-h"]):
         print(USAGE)
         return 0
     given = repr(command[0]) if command else "nothing"
-    raise ValueError(f"the command is {given}; use generate or evaluate (--help shows both)")
+    raise ValueError(
+        f"the command is {given}; use generate, evaluate or verify (--help shows them)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The head plan: every head has a place, next to the key/value head it uses, and little is wasted."""
+"""The head plan: each head has a place beside the key/value head it uses; little is wasted."""
 
 import jax.numpy as jnp
 import numpy as np

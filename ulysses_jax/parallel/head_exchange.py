@@ -7,29 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from ulysses_jax.attention.block_layout import BlockLayout
 from ulysses_jax.attention.select import LocalAttention
 from ulysses_jax.attention.spec import AttentionSpec
 from ulysses_jax.parallel.exchange import heads_to_seq, seq_to_heads_together
 from ulysses_jax.parallel.heads import HeadPlan
+from ulysses_jax.parallel.order import after
 
-
-class _Group(NamedTuple):
-    """Query slots that each device exchanges and computes at a time.
-
-    Attributes:
-      first, slots: which of its query slots.
-      kv_first, kv_count: which of its key/value heads they need.
-      kv_of_runs: for each device, which of these each run of slots uses.
-    """
-
-    first: int
-    slots: int
-    kv_first: int
-    kv_count: int
-    kv_of_runs: tuple[tuple[int, ...], ...]
+NO_LSE = (
+    "return_lse is True, but a function of your own gives no log-sum-exp that has a gradient: use "
+    "an attention of ours by name, such as 'blockwise'"
+)
 
 
 def attend_by_heads(
@@ -61,70 +51,91 @@ def attend_by_heads(
     """
     q_len, kv_len = lengths
     part = lax.axis_index(axis)
-    q_BsPhD = _slots(plan.query_slots(q_BsHD, axis=2), plan.ways)
-    k_BtPgD, v_BtPgD = (_slots(plan.kv_slots(x), plan.ways) for x in (k_BtKD, v_BtKD))
+    groups = _groups(plan, chunks)
     spec = _with_slots(spec, plan)
+    q_nBsHD = _by_group(plan.query_slots(q_BsHD, axis=2), plan.ways, chunks)
+    kv = [plan.kv_slots(x_BtKD) for x_BtKD in (k_BtKD, v_BtKD)]
+    sent: tuple[Array, ...] = (q_nBsHD,)
+    whole_kv: list[Array] = []
+    if groups.splits_kv:
+        sent += tuple(_by_group(x, plan.ways, chunks) for x in kv)
+    elif chunks > 1:
+        whole_kv = _exchanged(kv, axis)
+    else:
+        sent += tuple(x[None] for x in kv)
 
-    whole_kv: tuple[tuple[int, int], list[Array]] | None = None
-    outs_BsPhD: list[Array] = []
-    lses_BsPh1: list[Array] = []
-    for number, group in enumerate(_groups(plan, chunks)):
-        sent = [_taken(q_BsPhD, group.first, group.slots)]
-        kv = (group.kv_first, group.kv_count)
-        if whole_kv is None or whole_kv[0] != kv:
-            sent += [_taken(x_BtPgD, *kv) for x_BtPgD in (k_BtPgD, v_BtPgD)]
+    outs_BShD: list[Array] = []
+    groups_of_results: list[list[Array]] = []
+    for number in range(chunks):
+        own = [x_nBsHD[number] for x_nBsHD in sent]
         if number >= 2:
-            sent, _ = lax.optimization_barrier((sent, outs_BsPhD[number - 2]))
-        q_BShD, *fresh = _exchanged(sent, axis)
-        if fresh:
-            whole_kv = kv, fresh
-        assert whole_kv is not None
-        k_BTgD, v_BTgD = (
-            _for_runs(x_BTgD[:, :kv_len], group.kv_of_runs, part) for x_BTgD in whole_kv[1]
-        )
+            own = after(own, outs_BShD[number - 2])
+        q_BShD, k_BTgD, v_BTgD = [*_exchanged(own, axis), *whole_kv]
+        kv_of_runs = groups.runs(number, part)
         out_BShD, lse_BhS = local(
-            q_BShD[:, :q_len], k_BTgD, v_BTgD, _own(spec, plan, part, group), scale
+            q_BShD[:, :q_len],
+            _for_runs(k_BTgD[:, :kv_len], kv_of_runs),
+            _for_runs(v_BTgD[:, :kv_len], kv_of_runs),
+            _own(spec, plan, part, number * groups.slots, groups.slots),
+            scale,
         )
-        outs_BsPhD.append(_returned(out_BShD, axis, q_BShD.shape[1]))
+        outs_BShD.append(out_BShD)
+        results = [out_BShD]
         if return_lse:
-            assert lse_BhS is not None
-            lse_BSh1 = lse_BhS.swapaxes(1, 2)[..., None]
-            lses_BsPh1.append(_returned(lse_BSh1, axis, q_BShD.shape[1]))
+            if lse_BhS is None:
+                raise ValueError(NO_LSE)
+            results.append(lse_BhS.swapaxes(1, 2)[..., None])
+        groups_of_results.append([_returned(x, axis, q_BShD.shape[1]) for x in results])
 
-    out_BsHD = plan.from_query_slots(_joined(outs_BsPhD), axis=2)
+    results = [_joined(list(of_groups)) for of_groups in zip(*groups_of_results, strict=True)]
+    out_BsHD = plan.from_query_slots(results[0], axis=2)
     lse_BHs = None
     if return_lse:
-        lse_BHs = plan.from_query_slots(_joined(lses_BsPh1), axis=2)[..., 0].swapaxes(1, 2)
+        lse_BHs = plan.from_query_slots(results[1], axis=2)[..., 0].swapaxes(1, 2)
     return checkpoint_name(out_BsHD, "attn_exchanged"), lse_BHs
 
 
-def _groups(plan: HeadPlan, chunks: int) -> list[_Group]:
+class _Groups(NamedTuple):
+    """How the query slots of each device are exchanged and computed: a group at a time.
+
+    Attributes:
+      slots: query slots a group.
+      splits_kv: whether each group has key/value heads of its own, or all come with the first.
+      kv_of_runs: [group, device, run], which of these each run of query slots uses.
+    """
+
+    slots: int
+    splits_kv: bool
+    kv_of_runs: Int[np.ndarray, "n P runs"]
+
+    def runs(
+        self, number: int, part: Int32[Array, ""]
+    ) -> Int[np.ndarray, " runs"] | Int32[Array, " runs"]:
+        """Those of one group on one device; a numpy array where all devices agree."""
+        own_Pr = self.kv_of_runs[number]
+        return own_Pr[0] if (own_Pr == own_Pr[0]).all() else jnp.asarray(own_Pr)[part]
+
+
+def _groups(plan: HeadPlan, chunks: int) -> _Groups:
     if plan.own_heads % chunks:
         fitting = [n for n in range(1, plan.own_heads + 1) if plan.own_heads % n == 0]
         raise ValueError(
             f"chunks = {chunks} does not divide the {plan.own_heads} query heads that a device "
             f"computes ({plan}): use one of {fitting}"
         )
-    count = plan.own_heads // chunks
-    groups = []
-    for first in range(0, plan.own_heads, count):
-        rows = plan.kv_of_slots(first, count)
-        low, high = 0, plan.own_kv_heads
-        if len(set(rows)) == 1:
-            low, high = min(rows[0]), max(rows[0]) + 1
-        rows = tuple(tuple(kv - low for kv in row) for row in rows)
-        groups.append(_Group(first, count, low, high - low, rows))
-    return groups
+    slots = plan.own_heads // chunks
+    kv_of_runs = np.asarray([plan.kv_of_slots(n * slots, slots) for n in range(chunks)], np.int32)
+    own, uneven = divmod(plan.own_kv_heads, chunks)
+    first = own * np.arange(chunks)[:, None, None]
+    splits = not uneven and bool(((kv_of_runs >= first) & (kv_of_runs < first + own)).all())
+    return _Groups(slots, splits, kv_of_runs - first if splits else kv_of_runs)
 
 
-def _slots(x_BsHD: Shaped[Array, "B s _ D"], ways: int) -> Shaped[Array, "B s P _ D"]:
+def _by_group(x_BsHD: Shaped[Array, "B s _ D"], ways: int, groups: int) -> Shaped[Array, "..."]:
+    """The slots of one group of every device after those of another: [n, B, s, P * slots, D]."""
     B, s, _, D = x_BsHD.shape
-    return x_BsHD.reshape(B, s, ways, -1, D)
-
-
-def _taken(x_BsPnD: Shaped[Array, "B s P _ D"], first: int, count: int) -> Shaped[Array, "..."]:
-    B, s, P, _, D = x_BsPnD.shape
-    return x_BsPnD[:, :, :, first : first + count].reshape(B, s, P * count, D)
+    x_BsPnhD = x_BsHD.reshape(B, s, ways, groups, -1, D)
+    return jnp.moveaxis(x_BsPnhD, 3, 0).reshape(groups, B, s, -1, D)
 
 
 def _exchanged(arrays: list[Array], axis: str) -> list[Array]:
@@ -142,29 +153,28 @@ def _exchanged(arrays: list[Array], axis: str) -> list[Array]:
 
 
 def _for_runs(
-    x_BTgD: Shaped[Array, "B T g D"],
-    kv_of_runs: tuple[tuple[int, ...], ...],
-    part: Int32[Array, ""],
-) -> Shaped[Array, "B T _ D"]:
+    x_BTgD: Shaped[Array, "B T g D"], kv_of_runs: Int[Array | np.ndarray, " runs"]
+) -> Shaped[Array, "B T runs D"]:
     """The key/value head of each run of query slots, repeated where runs share one."""
-    rows = set(kv_of_runs)
-    if rows == {tuple(range(x_BTgD.shape[2]))}:
+    if isinstance(kv_of_runs, np.ndarray) and kv_of_runs.tolist() == list(range(x_BTgD.shape[2])):
         return x_BTgD
-    if len(rows) == 1:
-        return jnp.concatenate([x_BTgD[:, :, kv : kv + 1] for kv in kv_of_runs[0]], axis=2)
-    own = jnp.asarray(kv_of_runs, jnp.int32)[part]
-    return jnp.concatenate([lax.dynamic_slice_in_dim(x_BTgD, kv, 1, axis=2) for kv in own], axis=2)
+    return jnp.concatenate(
+        [lax.dynamic_slice_in_dim(x_BTgD, kv, 1, axis=2) for kv in kv_of_runs], axis=2
+    )
 
 
-def _returned(x_BShD: Array, axis: str, padded: int) -> Array:
-    """Exchanged back, in slots [B, s, P, h, D]."""
+def _returned(x_BShD: Shaped[Array, "B S _ D"], axis: str, padded: int) -> Shaped[Array, "..."]:
+    """Exchanged back: [B, s, P, slots, D]."""
     more = padded - x_BShD.shape[1]
     if more:
         x_BShD = jnp.pad(x_BShD, ((0, 0), (0, more), (0, 0), (0, 0)))
-    return _slots(heads_to_seq(x_BShD, axis), lax.axis_size(axis))
+    x_BsHD = heads_to_seq(x_BShD, axis)
+    B, s, _, D = x_BsHD.shape
+    return x_BsHD.reshape(B, s, lax.axis_size(axis), -1, D)
 
 
-def _joined(groups_BsPhD: list[Array]) -> Array:
+def _joined(groups_BsPhD: list[Array]) -> Shaped[Array, "B s _ D"]:
+    """The slots of all groups, device by device: the inverse of `_by_group`."""
     x_BsPhD = groups_BsPhD[0] if len(groups_BsPhD) == 1 else jnp.concatenate(groups_BsPhD, axis=3)
     B, s, _, _, D = x_BsPhD.shape
     return x_BsPhD.reshape(B, s, -1, D)
@@ -187,19 +197,22 @@ def _with_slots(spec: AttentionSpec, plan: HeadPlan) -> AttentionSpec:
 
 
 def _own(
-    spec: AttentionSpec, plan: HeadPlan, part: Int32[Array, ""], group: _Group
+    spec: AttentionSpec,
+    plan: HeadPlan,
+    part: Int32[Array, ""],
+    first: int,
+    slots: int,
 ) -> AttentionSpec:
-    """`spec` as the device that has this part of the heads is to see it."""
+    """`spec` for so many of the slots of the device that has this part, from its `first` on."""
 
     def own(x: Shaped[Array, "#B #H #S #T"] | None) -> Shaped[Array, "..."] | None:
         if x is None or x.shape[1] == 1:
             return x
-        first = part * plan.own_heads + group.first
-        return lax.dynamic_slice_in_dim(x, first, group.slots, axis=1)
+        return lax.dynamic_slice_in_dim(x, part * plan.own_heads + first, slots, axis=1)
 
     first_head = spec.first_head
     if spec.dropout is not None or spec.block_layout is not None:
-        first_head = first_head + jnp.asarray(plan.starts, jnp.int32)[part] + group.first
+        first_head = first_head + jnp.asarray(plan.starts, jnp.int32)[part] + first
     return dataclasses.replace(
         spec, mask=own(spec.mask), bias=own(spec.bias), first_head=first_head
     )

@@ -19,6 +19,7 @@ from ulysses_jax.attention.jax_nn import from_jax_nn
 from ulysses_jax.attention.select import LocalAttention, attention_function
 from ulysses_jax.attention.shapes import attention_sizes
 from ulysses_jax.attention.spec import AttentionSpec
+from ulysses_jax.parallel.head_exchange import NO_LSE
 from ulysses_jax.parallel.region import (
     DEFAULT_BATCH_AXES,
     Region,
@@ -259,6 +260,8 @@ class _Call:
             if self.return_lse
             else (tokens, None),
             axis_names=set(region.made),
+            # A loop or Pallas kernel written for one device does not say which axes it varies over.
+            check_vma=isinstance(self.attention, str),
         )
         q = self._padded(q, tokens)
         k, v = self._padded(k, kv_tokens), self._padded(v, kv_tokens)
@@ -292,10 +295,7 @@ class _Call:
                 return_lse=self.return_lse,
             )  # fmt: skip
         if self.return_lse and lse is None:
-            raise ValueError(
-                "return_lse is True, but a function of your own gives no log-sum-exp that has a "
-                "gradient: use an attention of ours by name, such as 'blockwise'"
-            )
+            raise ValueError(NO_LSE)
         return out, lse if self.return_lse else None
 
     def _local(self) -> LocalAttention:
