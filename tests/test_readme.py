@@ -1,13 +1,16 @@
-"""The README's examples of a user's own attention run as they stand, and are exact."""
+"""The README's examples of a user's own model run as they stand, and are exact."""
 
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from ulysses_jax import AttentionSpec, attention_function
+from ulysses_jax import AttentionSpec, Dropout, make_mesh, ulysses_attention
 from ulysses_jax.attention import reference
+from ulysses_jax.attention.block_layout import bigbird
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -16,31 +19,72 @@ def _examples():
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_attention_example_equals_plain_attention():
-    example, _ = _examples()
-    keys = jax.random.split(jax.random.key(0), 3)
-    inputs = {
-        name: jax.random.normal(key, (2, 12, 8, 5)) for name, key in zip("qkv", keys, strict=True)
-    }
-    names = dict(inputs)
+def test_the_module_with_the_new_line_attends_as_without_it():
+    example, _, _ = _examples()
+    names = {}
     exec(example, names)
-    expected, _ = reference.attend(*inputs.values(), AttentionSpec(causal=True), 5**-0.5)
-    np.testing.assert_allclose(names["out"], expected, atol=1e-5)
+    without = example.replace("attention_fn=make_attention_fn(),", "")
+    assert without != example
+    plain = {}
+    exec(without, plain)
+    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+    params = plain["attention"].init(jax.random.key(1), x)
+    np.testing.assert_allclose(
+        names["attention"].apply(params, x), plain["attention"].apply(params, x), atol=1e-5
+    )
 
 
-def test_the_spec_of_everything_is_one_that_attention_takes():
-    _, example = _examples()
-    S = 70
+def test_the_call_with_everything_equals_plain_attention():
+    _, example, _ = _examples()
+    S, draw = 70, np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(draw.standard_normal((2, S, heads, 4)), jnp.float32) for heads in (6, 3, 3)
+    )
     names = {
+        "q": q,
+        "k": k,
+        "v": v,
         "S": S,
-        "ids": np.repeat([[0, 1]], S // 2, axis=1),
-        "lengths": np.array([60]),
-        "mask": np.ones((1, 1, S, S), bool),
-        "bias": np.ones((1, 2, S, S), np.float32),
+        "ids": np.repeat([[0, 1]], S // 2, axis=1).repeat(2, axis=0),
+        "lengths": np.array([60, 70]),
+        "mask": draw.random((2, 1, S, S)) < 0.9,
+        "bias": draw.standard_normal((1, 6, S, S)).astype(np.float32),
         "key": jax.random.key(0),
     }
     exec(example, names)
-    q = jax.random.normal(jax.random.key(1), (1, S, 2, 4))
-    out, _ = attention_function("blockwise")(q, q, q, names["spec"], 0.5)
-    expected, _ = reference.attend(q, q, q, names["spec"], 0.5)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    spec = AttentionSpec(
+        causal=True,
+        window=(1023, None),
+        q_segment_ids=names["ids"],
+        kv_lengths=names["lengths"],
+        block_layout=bigbird(S, block=64),
+        mask=names["mask"],
+        bias=names["bias"],
+        dropout=Dropout(rate=0.1, key=names["key"]),
+    )
+    expected, _ = reference.attend(q, k, v, spec, 0.5)
+    np.testing.assert_allclose(names["out"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("local_positions", [False, True])
+def test_the_model_is_verified(local_positions):
+    _, _, example = _examples()
+
+    def apply(params, tokens, mesh):
+        x = params[tokens]
+        place = jnp.arange(tokens.shape[1])
+        if local_positions and mesh is not None:
+            place %= tokens.shape[1] // mesh.shape["seq"]
+        q = x[:, :, None] * jnp.cos(place)[None, :, None, None]
+        return ulysses_attention(q, q, q, mesh, is_causal=True, attention="reference")[:, :, 0]
+
+    tokens = np.arange(16).reshape(2, 8)
+    names = {
+        "apply": apply,
+        "loss": lambda logits, labels: jnp.mean((logits - labels[..., None]) ** 2),
+        "inputs": {"tokens": tokens, "labels": tokens / 16},
+        "params": jax.random.normal(jax.random.key(0), (16, 4)),
+        "make_mesh": make_mesh,
+    }
+    exec(example, names)
+    assert names["report"].passed is not local_positions

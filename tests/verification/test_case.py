@@ -1,13 +1,10 @@
 """Mistakes of a caller: each is refused with its value, its limit and its fix."""
 
-import doctest
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ulysses_jax import make_mesh
-from ulysses_jax.verification import case as cases
 from ulysses_jax.verification.case import Case
 from ulysses_jax.verification.runs import single_device_run
 from ulysses_jax.verification.verify import verify_case
@@ -83,7 +80,3 @@ def test_valid_and_lengths_hold_together():
     inputs = INPUTS | {"lengths": np.array([3, 6])}
     case = _case(inputs=inputs, valid="valid", lengths="lengths")
     np.testing.assert_array_equal(case.valid_BS, [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]])
-
-
-def test_example_of_the_documentation_runs():
-    assert doctest.testmod(cases, extraglobs={"jnp": jnp}) == (0, 2)

@@ -1,10 +1,7 @@
 """Reports: the verdict, and a table that loses nothing."""
 
-import doctest
-
 import pytest
 
-from ulysses_jax.verification import report as reports
 from ulysses_jax.verification.report import Check, Report
 
 GOOD = Check("loss", True, 1e-7, 1e-5)
@@ -41,7 +38,3 @@ def test_many_gradients_that_passed_share_a_row_but_stay_in_the_checks():
     ]
     assert rows[2][3].strip() == "3.9e-07"
     assert "layer39.w" in rows[2][5]
-
-
-def test_examples_of_the_documentation_run():
-    assert doctest.testmod(reports) == (0, 3)

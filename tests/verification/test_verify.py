@@ -1,14 +1,6 @@
 """A right model passes, and each mistake planted in one fails the rows that it concerns."""
 
-import doctest
-
-import jax
-import jax.numpy as jnp
 import pytest
-
-from ulysses_jax import make_mesh
-from ulysses_jax.parallel.layer import ulysses_attention
-from ulysses_jax.verification.verify import verify
 
 GRADIENTS = {
     "gradient of embedding",
@@ -44,17 +36,6 @@ def test_right_model_passes_every_check(verified):
         f"leakage from row {row}, token {token}"
         for row, token in [(0, 0), (0, 15), (1, 4), (2, 3), (3, 3), (3, 10)]
     ]
-
-
-def test_example_of_the_documentation_runs_and_tells_its_progress(capsys):
-    names = {"jax": jax, "jnp": jnp, "make_mesh": make_mesh, "verify": verify}
-    names["ulysses_attention"] = ulysses_attention
-    (example,) = doctest.DocTestFinder(recurse=False).find(verify, "verify", globs=names)
-    runner = doctest.DocTestRunner()
-    runner.run(example, clear_globs=False)
-    printed = capsys.readouterr()
-    assert (runner.tries, runner.failures, printed.out) == (6, 0, "")
-    assert "verify: compiling it for data 2 × seq 2\n" in printed.err
 
 
 def test_positions_local_to_a_shard_fail_from_the_second_shard_on(verified):

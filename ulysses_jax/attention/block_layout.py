@@ -22,6 +22,15 @@ class BlockLayout:
         q_block, kv_block: queries and keys a block, of any size; the last block may be shorter.
         attended: bool [1, nq, nk] for all heads, or [H, nq, nk] for the H heads of the whole
             model, with nq = ceil(S / q_block) and nk = ceil(T / kv_block). Copied.
+
+    Raises:
+        ValueError: a block size is no positive integer, or the table is no bool [., nq, nk].
+
+    Example:
+        >>> longformer(length=10, block=4).attended.shape  # ceil(10 / 4) blocks a side
+        (1, 3, 3)
+        >>> layout = BlockLayout(q_block=4, kv_block=2, attended=np.ones((1, 3, 5), bool))
+        >>> layout.check(q_len=10, kv_len=10, heads=8, first_head=0)
     """
 
     q_block: int

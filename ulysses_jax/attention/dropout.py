@@ -19,6 +19,13 @@ class Dropout:
         rate: probability in [0, 1); static.
         key: a PRNG key, new style or raw; the same on every device.
         broadcast: all rows and heads drop the same pairs (Flax's `broadcast_dropout`); static.
+
+    Raises:
+        ValueError: the rate is not from 0 to below 1.
+
+    Example:
+        >>> Dropout(rate=0.1, key=jax.random.key(0)).broadcast
+        False
     """
 
     rate: float = dataclasses.field(metadata={"static": True})

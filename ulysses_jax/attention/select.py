@@ -57,6 +57,13 @@ def attention_function(name: str, platform: str | None = None) -> LocalAttention
     Raises:
         ValueError: there is none of that name, or (`MissingPackageError`) its package is missing.
         NotImplementedError: it does not run on the platform.
+
+    Example:
+        >>> q = jnp.ones((1, 6, 4, 8))
+        >>> attend = attention_function("blockwise")
+        >>> out, lse = attend(q, q, q, AttentionSpec(causal=True), 8**-0.5)
+        >>> out.shape, lse.shape
+        ((1, 6, 4, 8), (1, 4, 6))
     """
     fixed: dict[str, LocalAttention] = {
         "blockwise": blockwise.attend,

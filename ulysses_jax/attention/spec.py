@@ -54,6 +54,13 @@ class AttentionSpec:
         first_row: global index of this call's first batch row: dropout counts from it.
         first_head: global index of this call's first query head: dropout and `block_layout`
             count from it.
+
+    Example:
+        >>> ids = jnp.array([[0, 0, 0, 1, 1]])
+        >>> spec = AttentionSpec(causal=True, q_segment_ids=ids, contiguous_segments=True)
+        >>> start_BS, end_BS = spec.key_ranges(batch=1, q_len=5, kv_len=5)
+        >>> start_BS.tolist(), end_BS.tolist()
+        ([[0, 0, 0, 3, 3]], [[1, 2, 3, 4, 5]])
     """
 
     causal: bool = False

@@ -35,11 +35,19 @@ class Fetch(Protocol):
 
 
 class GPT(nnx.Module):
-    """A GPT on one device.
+    """A GPT on one device: token ids [B, S] to logits [B, S, V].
+
+    `positions_BS` and `attend` (see `__call__`) make it run on a part of the sequence.
+
+    Raises:
+      ValueError: the architecture's attention cannot do a call of its shapes.
 
     Example:
-      >>> model = GPT(architecture("quickstart"), rngs=nnx.Rngs(0))
-      >>> logits_BSV = model(tokens_BS)
+      >>> from ulysses_jax.model.config import ModelConfig
+      >>> architecture = ModelConfig(num_layers=1, attention="reference").architecture(seq_len=16)
+      >>> model = GPT(architecture, rngs=nnx.Rngs(0))
+      >>> model(jnp.zeros((2, 16), int)).shape
+      (2, 16, 256)
     """
 
     def __init__(self, arch: Architecture, *, rngs: nnx.Rngs):

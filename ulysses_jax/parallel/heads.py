@@ -27,6 +27,14 @@ class HeadPlan:
         queries alone (K), or all together (1).
       starts: the first query head of each device. An idle one starts at `heads`.
       stops: one past the last query head of each device.
+
+    Example:
+      >>> plan = HeadPlan.of(heads=28, kv_heads=4, ways=8)
+      >>> print(plan)
+      28 query and 4 key/value heads on 8 devices: 4 and 1 a device; 8 key/value heads are sent; \
+1.14 × the query heads are computed
+      >>> plan.starts
+      (0, 4, 7, 11, 14, 18, 21, 25)
     """
 
     heads: int

@@ -31,6 +31,10 @@ def make_mesh(data: int, seq: int, devices: Sequence[jax.Device] | None = None) 
     Raises:
       ValueError: the mesh needs more devices than there are, leaves some of several processes
         without work, or `data` = −1 finds a count that `seq` does not divide.
+
+    Example:
+      >>> dict(make_mesh(2, 4).shape)
+      {'data': 2, 'seq': 4}
     """
     found = in_mesh_order(jax.devices() if devices is None else devices)
     count = len(found)

@@ -55,6 +55,16 @@ def exchanged_attention(
 
     The output is named `attn_exchanged` for remat policies, unless nothing was exchanged for it:
     with a halo, and on an axis of size 1.
+
+    Example:
+      >>> def part(x_BsHD):
+      ...     spec, local = AttentionSpec(causal=True), attention_function("blockwise")
+      ...     q = k = v = x_BsHD
+      ...     return exchanged_attention(q, k, v, spec, local=local, axis="seq", scale=0.5)
+      >>> split = PartitionSpec("data", "seq")
+      >>> whole = jax.shard_map(part, mesh=make_mesh(2, 2), in_specs=split, out_specs=split)
+      >>> jax.jit(whole)(jnp.ones((2, 6, 4, 4))).shape
+      (2, 6, 4, 4)
     """
     ways = lax.axis_size(axis)
     lengths = ways * q_BsHD.shape[1], ways * k_BtKD.shape[1]

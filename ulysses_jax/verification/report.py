@@ -24,6 +24,10 @@ class Check:
       measured: the error, or how many were found; not finite where the values were not.
       limit: what `measured` was held against; None for a row that only informs.
       detail: the first place where it went wrong, or what was seen.
+
+    Example:
+      >>> Check("loss", passed=False, measured=0.5, limit=1e-5, detail="1 instead of 2").limit
+      1e-05
     """
 
     name: str
