@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +46,6 @@ def compiled(tmp_path_factory):
     result = subprocess.run(
         [sys.executable, "-c", COMPILES, json.dumps(MILLION), json.dumps(dry)],
         cwd=REPOSITORY,
-        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -69,8 +67,11 @@ def test_seven_billion_at_a_million_tokens_on_256_devices_compiles_without_alloc
     # The parameters alone would take 25 GiB.
     assert peak < 3 * 2**20
     exchanges = [entry for entry in found if entry[0] == "all-to-all"]
-    # q, k, v and out of a device: one row's 32768 tokens × 4096.
-    assert exchanges == [["all-to-all", 32768 * 4096, 1, 32]] * 8
+    # q, k and v together, and out, of a device: one row's 32768 tokens × 4096 each.
+    sizes = [3 * 32768 * 4096, 32768 * 4096]
+    assert sorted(exchanges, reverse=True) == [
+        ["all-to-all", size, 1, 32] for size in sizes for _ in ("forward", "backward")
+    ]
 
 
 def test_no_device_of_the_256_ever_holds_the_model_or_the_scores(compiled):

@@ -75,7 +75,7 @@ def alone(tiny_architecture, batches):
 
     @functools.cache
     def make(config):
-        return _train(Run(tiny_architecture(), (1, 1), 0, config), batches)
+        return _train(Run(tiny_architecture(attention="reference"), (1, 1), 0, config), batches)
 
     return make
 
@@ -88,7 +88,9 @@ def test_parameters_after_sgd_steps_equal_the_single_device_run(
     alone, tiny_architecture, batches, mesh_shape, stage, accumulate
 ):
     expected, expected_metrics = alone(SGD)
-    run = Run(tiny_architecture(), mesh_shape, stage, SGD, accumulate)
+    # The default attention at the default stage; what the others change is the weights' place.
+    arch = tiny_architecture(attention="blockwise" if stage == 3 else "reference")
+    run = Run(arch, mesh_shape, stage, SGD, accumulate)
     params, metrics = _train(run, batches)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
@@ -115,7 +117,8 @@ def wide_batches(packed_batch):
 def test_losses_under_adamw_equal_the_single_device_run(
     padded_run, tiny_architecture, wide_batches
 ):
-    _, expected = _train(Run(tiny_architecture(), (1, 1), 0, ADAMW), wide_batches)
+    arch = tiny_architecture(attention="reference")
+    _, expected = _train(Run(arch, (1, 1), 0, ADAMW), wide_batches)
     _, metrics = _train(padded_run, wide_batches)
     for found, wanted in zip(metrics, expected, strict=True):
         assert float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
@@ -170,7 +173,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(padded_run, wide_batches)
 
 def test_an_update_that_is_not_finite_is_not_applied(tiny_architecture, batches):
     # The gradient is finite; only its product with the rate overflows.
-    run = Run(tiny_architecture(), (1, 1), 0, dataclasses.replace(SGD, learning_rate=1e38))
+    arch = tiny_architecture(attention="reference")
+    run = Run(arch, (1, 1), 0, dataclasses.replace(SGD, learning_rate=1e38))
     before = run.start()
     state, metrics = run(before, batches[0])
     _assert_unchanged(state, before)
@@ -189,7 +193,7 @@ def test_the_mean_is_over_valid_labels_of_the_whole_batch(padded_run, wide_batch
 
 
 def test_dropout_depends_neither_on_the_mesh_nor_on_accumulation(alone, tiny_architecture, batches):
-    arch = tiny_architecture(dropout_rate=0.3)
+    arch = tiny_architecture(dropout_rate=0.3, attention="reference")
     losses = []
     for mesh_shape, accumulate in [((1, 1), 1), ((2, 2), 2)]:
         run = Run(arch, mesh_shape, 3, SGD, accumulate)

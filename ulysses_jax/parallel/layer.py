@@ -252,8 +252,11 @@ class _Call:
         tokens = region.tokens()
         kv_tokens = self._kv_tokens()
         specs = self._spec_of(spec, q)
+        # JAX 0.10 gives residuals of a nested region the axes of the outer one too, and then fails
+        # to lower them. Inputs are no such residuals, so the backward pass starts from these.
+        run = jax.checkpoint(self._in_region) if region.nested else self._in_region
         inside = jax.shard_map(
-            self._in_region,
+            run,
             mesh=region.mesh,
             in_specs=(tokens, kv_tokens, kv_tokens, specs),
             out_specs=(tokens, PartitionSpec(tokens[0], tokens[2], tokens[1]))
@@ -261,7 +264,8 @@ class _Call:
             else (tokens, None),
             axis_names=set(region.made),
             # A loop or Pallas kernel written for one device does not say which axes it varies over.
-            check_vma=isinstance(self.attention, str),
+            # Within a region that checks it, its gradients would be refused.
+            check_vma=isinstance(self.attention, str) or region.nested,
         )
         q = self._padded(q, tokens)
         k, v = self._padded(k, kv_tokens), self._padded(v, kv_tokens)

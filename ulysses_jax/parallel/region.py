@@ -28,6 +28,8 @@ class Region:
       ways: its size P.
       rows: axes over which the batch is split, by this call or around it.
       heads: axes over which the heads are split, by this call or around it.
+      head_ways: parts of the heads that this call makes.
+      nested: whether some axes are manual around a call that makes others manual.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -39,6 +41,7 @@ class Region:
     rows: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     head_ways: int = 1
+    nested: bool = False
 
     @property
     def splits_seq(self) -> bool:
@@ -131,6 +134,7 @@ def region_of(
         rows=rows,
         heads=split_heads,
         head_ways=math.prod(sizes[axis] for axis in split_heads if axis in made),
+        nested=0 < len(made) < len(sizes),
     )
 
 
