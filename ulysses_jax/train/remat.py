@@ -23,8 +23,8 @@ def remat_wrapper(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
     - `none`: keeps every activation; only weights are gathered again.
     - `exchange`: keeps what `EXCHANGED` names, so the backward pass repeats no all-to-all and no
-      attention: 8 all-to-alls a layer and step.
-    - `full`: keeps the layer's input only: 12 all-to-alls a layer and step.
+      attention: 4 all-to-alls a layer and step.
+    - `full`: keeps the layer's input only: 6 all-to-alls a layer and step.
     """
     policies: dict[str, Any] = {
         "none": _keep_all_but_weights,
