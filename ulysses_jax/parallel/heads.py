@@ -50,8 +50,8 @@ class HeadPlan:
     def of(cls, heads: int, kv_heads: int, ways: int) -> "HeadPlan":
         """The plan for H query and K key/value heads on `ways` devices.
 
-        Of the ways to spread them, the one with the fewest query slots; of these the one that
-        sends the fewest key/value heads.
+        Of three ways to spread them (whole groups, in order, each group apart) the one with the
+        fewest query slots; of these the one that sends the fewest key/value heads.
 
         Raises:
           ValueError: H is not a multiple of K.
