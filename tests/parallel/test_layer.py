@@ -130,6 +130,35 @@ def test_function_of_the_users_own_has_its_gradients_in_a_manual_region(
     assert_equal(gradients_of(region, given), expected)
 
 
+@pytest.mark.parametrize("axes", [("inner", "outer"), ("outer", "inner")])
+def test_axes_around_the_call_cut_before_its_own_in_whatever_order_they_are_named(
+    arrays, make_axes, definition, axes
+):
+    """Two axes of one role, of which one is manual around the call: layouts and dropout count."""
+    mesh = make_axes(inner=2, seq=2, outer=2)
+    table = BlockLayout(2, 2, np.random.default_rng(0).random((12, 3, 3)) < 0.6)
+    what = {"block_layout": table, "dropout_rate": 0.4}
+
+    def region(q, k, v, spec, **roles):
+        inside = jax.shard_map(
+            partial(reference_attention, dropout_rng=jax.random.key(5), **roles, **what),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names={"outer"},
+        )
+        return jax.jit(inside)(q, k, v)
+
+    given = arrays(4, 6, 6, 12, 12, 2)
+    expected = definition(given, dropout_seed=5, **what)["out"]
+    for spec, roles in [
+        (PartitionSpec(None, None, "outer"), {"head_axes": axes}),
+        (PartitionSpec("outer"), {"batch_axes": axes}),
+    ]:
+        found = region(*given[:3], spec, **roles)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=str(roles))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 3), (12, 3), (5, 5)])
 def test_head_axes_may_divide_queries_keys_both_or_none(
     arrays, make_axes, gradients_of, definition, assert_equal, said, heads, kv_heads
@@ -237,6 +266,72 @@ def test_function_of_the_users_own_is_given_whole_sequences_and_its_heads(arrays
     assert set(seen) == {((2, 7, 2, 2), (2, 9, 1, 2), (2, 9, 1, 2), True, 0.3)}
 
 
+class Scaled:
+    """A user's attention with a parameter, which is no key of anything."""
+
+    __hash__ = None
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, query, key, value):
+        return self.factor * jax.nn.dot_product_attention(query, key, value)
+
+
+def test_object_of_the_users_own_is_seen_as_it_is_now_and_has_its_gradient(arrays):
+    q, k, v, *_ = arrays(1, 4, 4, 2, 2, 3)
+    attention = Scaled(1.0)
+    attend = partial(ulysses_attention, q, k, v, make_mesh(1, 2), attention=attention)
+    once = attend()
+
+    def total(factor):
+        attention.factor = factor
+        return attend().sum()
+
+    np.testing.assert_allclose(jax.grad(total)(2.0), once.sum(), rtol=1e-5)
+    attention.factor = 2.0
+    np.testing.assert_allclose(attend(), 2 * once, rtol=1e-5)
+
+
+def test_auto_exchanges_heads_where_the_function_can_do_no_halo(arrays, definition, said):
+    def attention(query, key, value, *, is_causal=False, local_window_size=None):
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=is_causal, local_window_size=local_window_size
+        )
+
+    given, what = arrays(1, 8, 8, 4, 4, 2), {"is_causal": True, "window": (2, None)}
+    attend = partial(ulysses_attention, mesh=make_mesh(1, 4), attention=attention, **what)
+    np.testing.assert_allclose(
+        attend(*given[:3]), definition(given, **what)["out"], rtol=0, atol=1e-5
+    )
+    assert "exchange: auto takes all-to-alls, for with a halo attention attention" in said()
+    with pytest.raises(NotImplementedError, match="does not take the keyword"):
+        attend(*given[:3], exchange="halo")
+
+
+def test_a_call_that_no_mesh_splits_is_said(arrays, said):
+    jax.eval_shape(reference_attention, *arrays(1, 4, 4, 2, 2, 3)[:3])
+    assert said() == "attention: no mesh is set, so nothing is split\n"
+
+
+def test_an_array_on_a_mesh_without_the_sequence_axis_is_refused(arrays, make_axes):
+    q, k, v = _placed(arrays(2, 4, 4, 2, 2, 3)[:3], make_axes(data=2, sp=2), PartitionSpec("data"))
+    with pytest.raises(ValueError, match="but none called 'seq'"):
+        reference_attention(q, k, v)
+
+
+def test_numpy_rates_are_rates(arrays):
+    qkv = arrays(1, 4, 4, 2, 2, 3)[:3]
+    plain = reference_attention(*qkv, dropout_rate=np.float32(0))
+    np.testing.assert_array_equal(plain, reference_attention(*qkv))
+    key = jax.random.key(0)
+    dropped = [
+        reference_attention(*qkv, dropout_rate=rate, dropout_rng=key)
+        for rate in (0.5, np.float32(0.5))
+    ]
+    np.testing.assert_array_equal(*dropped)
+
+
 def test_plan_is_said_once_and_only_where_heads_are_not_dealt_out_plainly(arrays, said):
     attend = partial(reference_attention, mesh=make_mesh(1, 4))
     jax.eval_shape(attend, *arrays(1, 4, 4, 8, 4, 2)[:3])
@@ -297,12 +392,15 @@ TABLE = BlockLayout(6, 6, np.ones((1, 1, 1), bool))
         ({"q_segment_ids": np.ones((2, 3), np.int32)}, "needs integers of shape [2, 6]"),
         ({"window": (-1, 0)}, "the left side of window is -1"),
         ({"is_causal": 1}, "causal is 1, but it is static"),
+        ({"mesh": "seq"}, "mesh is 'seq': use a jax.sharding.Mesh"),
     ],
 )
 def test_mistake_is_refused_with_its_value_and_fix(arrays, keywords, message):
     def call(q, k, v, traced):
-        known = keywords | ({"scale": traced} if "scale" in keywords else {})
-        return ulysses_attention(q, k, v, mesh=make_mesh(1, 4), **known)
+        known = {"mesh": make_mesh(1, 4)} | keywords
+        if "scale" in keywords:
+            known["scale"] = traced
+        return ulysses_attention(q, k, v, **known)
 
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(call, *arrays(2, 6, 6, 8, 4, 2)[:3], 0.5)
@@ -332,6 +430,16 @@ def test_mesh_that_is_not_the_one_set_is_refused(arrays):
     message = "the mesh given has the axes {'data': 1, 'seq': 2}, but the one set here has"
     with jax.set_mesh(make_mesh(2, 2)), pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(partial(reference_attention, mesh=make_mesh(1, 2)), q, k, v)
+
+
+def test_mesh_of_other_devices_or_axis_types_than_the_one_set_is_refused(arrays, make_axes):
+    q, k, v, *_ = arrays(1, 4, 4, 2, 2, 3)
+    elsewhere = make_mesh(1, 2, jax.devices()[2:4])
+    with jax.set_mesh(make_axes(data=1, seq=2)), pytest.raises(ValueError, match="devices"):
+        reference_attention(q, k, v, mesh=elsewhere)
+    explicit = jax.set_mesh(make_axes(AxisType.Explicit, data=1, seq=2))
+    with explicit, pytest.raises(ValueError, match="the mesh given has the axis types"):
+        reference_attention(q, k, v, mesh=make_axes(data=1, seq=2))
 
 
 def test_regions_own_attention_checks_its_exchange_too():

@@ -230,3 +230,32 @@ def test_explicit_axes_of_any_size_are_exact(assert_exact, make_axes, data, seq)
 def test_devices_of_no_power_of_two_are_exact(assert_exact, ways):
     bias = np.linspace(-1, 1, 4 * 11, dtype=np.float32).reshape(1, 4, 1, 11)
     assert_exact((2, 11, 11, 4, 2, 3), make_mesh(1, ways), attention="blockwise", bias=bias)
+
+
+@pytest.mark.parametrize("exchange", ["halo", "all_to_all"])
+@pytest.mark.parametrize(
+    "lengths", [np.array([-(2**31), 8], np.int32), np.array([2**32 - 1, 5], np.uint32)]
+)
+def test_lengths_beyond_the_sequence_are_none_or_all_of_it(arrays, definition, exchange, lengths):
+    given, what = arrays(2, 8, 8, 4, 2, 3), {"kv_lengths": lengths.astype(np.int64)}
+    # As a JAX array, which no check on the host has seen.
+    attend = partial(ulysses_attention, mesh=make_mesh(1, 4), window=(2, 2), exchange=exchange)
+    for attention in ON_CPU.values():
+        out = attend(*given[:3], kv_lengths=jnp.asarray(lengths), attention=attention)
+        expected = definition(given, window=(2, 2), **what)["out"]
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["halo", "all_to_all"])
+@pytest.mark.parametrize("attention", ["reference", "blockwise"])
+def test_segments_of_64_bits_stay_apart(arrays, definition, exchange, attention):
+    # Cut to 32 bits, the first and the third document would be one, in two places.
+    ids = np.array([[2**40, 2**40, 1, 1, 0, 0, 2**40, 0]] * 2)
+    given = arrays(2, 8, 8, 4, 2, 3)
+    expected = definition(given, window=(5, 2), q_segment_ids=ids)["out"]
+    with jax.enable_x64(True):
+        out = ulysses_attention(
+            *given[:3], make_mesh(1, 4), window=(5, 2), q_segment_ids=jnp.asarray(ids),
+            exchange=exchange, attention=attention,
+        )  # fmt: skip
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)

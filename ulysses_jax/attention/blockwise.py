@@ -11,7 +11,7 @@ Tiles have keys down and query columns across (see `blocks` for the names of dim
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from ulysses_jax.attention.block_sizes import (
 )
 from ulysses_jax.attention.blocks import BlockSizes, Cut
 from ulysses_jax.attention.dropout import seed_words
+from ulysses_jax.attention.key_ranges import as_ids
 from ulysses_jax.attention.shapes import attention_sizes
 from ulysses_jax.attention.spec import AttentionSpec
 from ulysses_jax.attention.tiles import Fixed, Rules, Unit, pad_pairs, pad_rules, product, unit_at
@@ -107,7 +108,7 @@ def attend(
     )
     rules = Rules(
         spec.key_ranges(*lengths),
-        _as_int32(spec.segment_ids(*lengths)) if spec.recurring else None,
+        jax.tree.map(as_ids, spec.segment_ids(*lengths)) if spec.recurring else None,
         spec.mask,
         seed_words(dropout.key) if dropout is not None else None,
         jnp.asarray(spec.first_row, jnp.int32),
@@ -122,10 +123,6 @@ def _cores_a_device() -> float:
         return float("inf")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (cores or 1) / jax.local_device_count()
-
-
-def _as_int32(ids: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.int32), ids)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,6 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as kernels
 from jaxtyping import Array, Float, Float32
 
 from ulysses_jax.attention.fused import Gradients, Outputs, fused_attention
+from ulysses_jax.attention.key_ranges import lengths_within
 from ulysses_jax.attention.limits import (
     compute_capability,
     refuse_before_ampere,
@@ -62,7 +63,7 @@ def attend(
         )
     lengths_B = jnp.full(sizes.batch, sizes.kv_len, jnp.int32)
     if spec.kv_lengths is not None:
-        lengths_B = jnp.minimum(spec.kv_lengths.astype(jnp.int32), sizes.kv_len)
+        lengths_B = lengths_within(spec.kv_lengths, sizes.kv_len)
     empty_BS = jnp.broadcast_to((lengths_B <= 0)[:, None], (sizes.batch, sizes.q_len))
     # cuDNN is never given an empty row of keys: it is masked here.
     masks = (jnp.maximum(lengths_B, 1),)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from ulysses_jax.attention.key_ranges import lengths_within
 from ulysses_jax.attention.pairs import attended_pairs
 from ulysses_jax.attention.select import LocalAttention
 from ulysses_jax.attention.shapes import AttentionSizes, attention_sizes
@@ -184,7 +185,7 @@ def _said_directly(
         rest = dataclasses.replace(rest, causal=False)
     if spec.kv_lengths is not None and _LENGTHS in accepted:
         # Where a length is 0, one key is shown.
-        lengths_B = jnp.clip(jnp.asarray(spec.kv_lengths), 1, sizes.kv_len)
+        lengths_B = jnp.maximum(lengths_within(spec.kv_lengths, sizes.kv_len), 1)
         keywords[_LENGTHS] = lengths_B.astype(jnp.int32)
         rest = dataclasses.replace(rest, kv_lengths=None)
     if not static:

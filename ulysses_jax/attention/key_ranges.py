@@ -55,9 +55,23 @@ def bounded(value: Bound, limit: int) -> int | Int32[Array, ""]:
     return jnp.clip(value, -limit, limit).astype(jnp.int32)
 
 
-def length_ranges(kv_lengths_B: Int[Array, " B"]) -> KeyRanges:
+def lengths_within(kv_lengths_B: Int[Array, " B"], kv_len: int) -> Int32[Array, " B"]:
+    """The lengths cut to 0 … `kv_len`, before a cast could turn one around."""
+    lengths_B = jnp.asarray(kv_lengths_B)
+    if jnp.iinfo(lengths_B.dtype).bits < 32:
+        lengths_B = lengths_B.astype(jnp.int32)
+    return jnp.clip(lengths_B, 0, kv_len).astype(jnp.int32)
+
+
+def as_ids(ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Segment ids as int32; those of 64 bits stay so, as two of them may end in the same 32."""
+    ids = jnp.asarray(ids)
+    return ids if jnp.iinfo(ids.dtype).bits > 32 else ids.astype(jnp.int32)
+
+
+def length_ranges(kv_lengths_B: Int[Array, " B"], kv_len: int) -> KeyRanges:
     """The first `kv_lengths_B[b]` keys; [B, 1] ranges."""
-    end_B1 = jnp.asarray(kv_lengths_B).astype(jnp.int32)[:, None]
+    end_B1 = lengths_within(kv_lengths_B, kv_len)[:, None]
     return KeyRanges(jnp.zeros_like(end_B1), end_B1)
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ulysses_jax.attention.key_ranges import bounded
+from ulysses_jax.attention.key_ranges import bounded, lengths_within
 from ulysses_jax.attention.shapes import AttentionSizes
 from ulysses_jax.attention.spec import AttentionSpec
 
@@ -33,7 +33,8 @@ def attended_pairs(spec: AttentionSpec, sizes: AttentionSizes) -> Bool[Array, "B
         q_ids_BS, kv_ids_BT = segments
         pairs_BhST &= (q_ids_BS[:, :, None] == kv_ids_BT[:, None, :])[:, None]
     if spec.kv_lengths is not None:
-        pairs_BhST &= key_T < spec.kv_lengths[:, None, None, None]
+        lengths_B = lengths_within(spec.kv_lengths, sizes.kv_len)
+        pairs_BhST &= key_T < lengths_B[:, None, None, None]
     if spec.block_layout is not None:
         layout = spec.block_layout
         tables_hnm = jnp.asarray(layout.tables(heads, spec.first_head))

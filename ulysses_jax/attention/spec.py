@@ -128,7 +128,7 @@ class AttentionSpec:
         if segments is not None:
             ranges = ranges.intersect(self._segment_ranges(*segments))
         if self.kv_lengths is not None:
-            ranges = ranges.intersect(length_ranges(self.kv_lengths))
+            ranges = ranges.intersect(length_ranges(self.kv_lengths, kv_len))
         if self.window is not None:
             ranges = ranges.intersect(window_ranges(*self.window, q_len, kv_len))
         if self.causal:

@@ -16,6 +16,7 @@ from ulysses_jax.attention.fused import (
     Outputs,
     fused_attention,
 )
+from ulysses_jax.attention.key_ranges import lengths_within
 from ulysses_jax.attention.limits import (
     refuse_dtypes,
     refuse_head_dim,
@@ -216,7 +217,8 @@ def _ids(
         q_ids_BS, kv_ids_BT = (jnp.asarray(x).astype(jnp.int32) for x in given)
     nobody_B1 = jnp.min(q_ids_BS, axis=1, keepdims=True) - 1
     if spec.kv_lengths is not None:
-        seen_BT = jnp.arange(sizes.kv_len) < spec.kv_lengths[:, None]
+        lengths_B = lengths_within(spec.kv_lengths, sizes.kv_len)
+        seen_BT = jnp.arange(sizes.kv_len) < lengths_B[:, None]
         kv_ids_BT = jnp.where(seen_BT, kv_ids_BT, nobody_B1)
     kv_ids_BT = pad_to_multiple(kv_ids_BT - nobody_B1, 1, kernel.kv_block) + nobody_B1
     return pad_to_multiple(q_ids_BS, 1, kernel.q_block), kv_ids_BT

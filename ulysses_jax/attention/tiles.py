@@ -21,7 +21,7 @@ class Rules(NamedTuple):
     """What a spec says of the pairs, as arrays; `Fixed` is the static rest of it."""
 
     ranges: KeyRanges
-    ids: tuple[Int32[Array, "B S"], Int32[Array, "B T"]] | None
+    ids: tuple[Int[Array, "B S"], Int[Array, "B T"]] | None
     mask: Bool[Array, "#B #h #S #T"] | None
     seed: UInt32[Array, "2"] | None
     first_row: Int32[Array, ""]

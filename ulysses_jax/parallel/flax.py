@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from ulysses_jax.attention.block_layout import BlockLayout
+from ulysses_jax.attention.key_ranges import Bound
 from ulysses_jax.parallel.layer import ulysses_attention
 from ulysses_jax.parallel.region import DEFAULT_BATCH_AXES
 from ulysses_jax.parallel.ulysses import Exchange
 
-_Bound: TypeAlias = int | Int[Array, ""] | None
 _Precision: TypeAlias = (
     str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision] | None
 )
@@ -29,7 +29,7 @@ def make_attention_fn(
     batch_axes: str | Sequence[str] = DEFAULT_BATCH_AXES,
     head_axes: str | Sequence[str] = (),
     is_causal: bool = False,
-    window: tuple[_Bound, _Bound] | None = None,
+    window: tuple[Bound | None, Bound | None] | None = None,
     q_segment_ids: Int[Array, "B S"] | None = None,
     kv_segment_ids: Int[Array, "B T"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,

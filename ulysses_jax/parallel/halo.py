@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
+from ulysses_jax.attention.key_ranges import as_ids, lengths_within
 from ulysses_jax.attention.select import LocalAttention
 from ulysses_jax.attention.spec import AttentionSpec
 
@@ -134,7 +135,7 @@ def _own(spec: AttentionSpec, place: _Place, rows: int) -> AttentionSpec:
     before = place.halo.before
     stops_B = jnp.full(rows, place.length, jnp.int32)
     if spec.kv_lengths is not None:
-        stops_B = jnp.minimum(stops_B, jnp.asarray(spec.kv_lengths).astype(jnp.int32))
+        stops_B = lengths_within(spec.kv_lengths, place.length)
     q_ids, kv_ids = _segments(spec, place, rows)
     return dataclasses.replace(
         spec,
@@ -151,7 +152,7 @@ def _own(spec: AttentionSpec, place: _Place, rows: int) -> AttentionSpec:
 
 def _segments(
     spec: AttentionSpec, place: _Place, rows: int
-) -> tuple[Int32[Array, "B s"] | None, Int32[Array, "B t"] | None]:
+) -> tuple[Int[Array, "B s"] | None, Int[Array, "B t"] | None]:
     """Ids of the device's queries and keys; keys before the sequence have one of no query."""
     absent_t = jnp.arange(place.keys, dtype=jnp.int32) < place.halo.before - place.first
     if spec.q_segment_ids is None:
@@ -161,19 +162,19 @@ def _segments(
         return jnp.zeros((rows, place.queries), jnp.int32), absent_Bt.astype(jnp.int32)
     ids = spec.segment_ids(rows, place.length, place.length)
     assert ids is not None
-    q_ids_BS, kv_ids_BS = (jnp.asarray(x).astype(jnp.int32) for x in ids)
+    q_ids_BS, kv_ids_BS = (as_ids(x) for x in ids)
     q_ids_Bs = place.of_queries(q_ids_BS, 1)
     kv_ids_Bt = place.of_keys(kv_ids_BS, 1)
     return q_ids_Bs, jnp.where(absent_t, _unused(q_ids_Bs), kv_ids_Bt)
 
 
-def _unused(ids_Bs: Int[Array, "B s"]) -> Int32[Array, "B 1"]:
+def _unused(ids_Bs: Int[Array, "B s"]) -> Int[Array, "B 1"]:
     """The least number from 0 on that is no id of the row."""
     rows, count = ids_Bs.shape
     small_Bs = jnp.where((ids_Bs >= 0) & (ids_Bs <= count), ids_Bs, count + 1)
     used_Bn = jnp.zeros((rows, count + 1), bool)
     used_Bn = used_Bn.at[jnp.arange(rows)[:, None], small_Bs].set(True, mode="drop")
-    return jnp.argmin(used_Bn, axis=1, keepdims=True).astype(jnp.int32)
+    return jnp.argmin(used_Bn, axis=1, keepdims=True).astype(ids_Bs.dtype)
 
 
 def _pairs(x: Shaped[Array, "#B #H #S #T"] | None, place: _Place) -> Shaped[Array, "..."] | None:

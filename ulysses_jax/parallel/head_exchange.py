@@ -16,11 +16,6 @@ from ulysses_jax.parallel.exchange import heads_to_seq, seq_to_heads_together
 from ulysses_jax.parallel.heads import HeadPlan
 from ulysses_jax.parallel.order import after
 
-NO_LSE = (
-    "return_lse is True, but a function of your own gives no log-sum-exp that has a gradient: use "
-    "an attention of ours by name, such as 'blockwise'"
-)
-
 
 def attend_by_heads(
     q_BsHD: Float[Array, "B s H D"],
@@ -82,8 +77,7 @@ def attend_by_heads(
         outs_BShD.append(out_BShD)
         results = [out_BShD]
         if return_lse:
-            if lse_BhS is None:
-                raise ValueError(NO_LSE)
+            assert lse_BhS is not None
             results.append(lse_BhS.swapaxes(1, 2)[..., None])
         groups_of_results.append([_returned(x, axis, q_BShD.shape[1]) for x in results])
 

@@ -1,7 +1,7 @@
 """Where a call of attention runs: the mesh, its axes, and what each splits of the call's arrays."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int32
 
 from ulysses_jax.attention.announce import announce
+from ulysses_jax.attention.spec import AttentionSpec
 
 DEFAULT_BATCH_AXES = ("data",)
+
+_COMPARED: dict[str, Callable[[Mesh | AbstractMesh], Any]] = {
+    "axes": lambda mesh: dict(mesh.shape),
+    "axis types": lambda mesh: mesh.axis_types,
+}
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,8 @@ def region_of(
 ) -> Region:
     """The region for queries [B, S, H, D].
 
-    The mesh is that of the manual region the call stands in; else `mesh`; else that of
-    `jax.set_mesh`; else the one that `q` lies on, if it has the sequence axis; else there is none.
+    The mesh is that of the manual region the call stands in, or of `jax.set_mesh`, which `mesh`
+    must then be too; else `mesh`; else the one that `q` is known to lie on; else there is none.
 
     Raises:
       ValueError: the mesh has no such axis, an axis is named twice, or two meshes differ.
@@ -138,7 +144,7 @@ def region_of(
     )
 
 
-def check_devices(region: Region, **arrays: Any) -> None:
+def check_devices(region: Region, tokens: dict[str, Any], spec: AttentionSpec) -> None:
     """Raises ValueError if an array was committed to devices other than those of the mesh.
 
     Tracers cannot be asked: within `jax.jit` JAX finds it, when it compiles.
@@ -150,7 +156,11 @@ def check_devices(region: Region, **arrays: Any) -> None:
     if not region.made or mesh.empty or isinstance(mesh, AbstractMesh):
         return
     wanted = set(mesh.devices.flat)
-    for name, x in arrays.items():
+    described = {
+        jax.tree_util.keystr(path, simple=True): x
+        for path, x in jax.tree_util.tree_leaves_with_path(spec)
+    }
+    for name, x in (tokens | described).items():
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
             continue
         if x.sharding.device_set != wanted:
@@ -170,22 +180,27 @@ def _mesh(
     q: Any, mesh: Mesh | AbstractMesh | None, seq_axis: str
 ) -> tuple[Mesh | AbstractMesh | None, Mesh | AbstractMesh | None]:
     """The mesh as it is seen here, and what `shard_map` must be told of it."""
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise ValueError(f"mesh is {mesh!r}: use a jax.sharding.Mesh, or None")
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
-        if mesh is not None and (mesh.axis_names, mesh.axis_sizes) != (
-            context.axis_names,
-            context.axis_sizes,
-        ):
-            raise ValueError(
-                f"the mesh given has the axes {dict(mesh.shape)}, but the one set here has "
-                f"{dict(context.shape)}: give none, or the same"
-            )
-        return context, None
+        # JAX compares the devices of a mesh that it is given, but takes none within a region.
+        compared = mesh is not None and not context.manual_axes
+        for what, of in _COMPARED.items():
+            if mesh is not None and of(mesh) != of(context) and (compared or what == "axes"):
+                raise ValueError(
+                    f"the mesh given has the {what} {of(mesh)}, but the one set here has "
+                    f"{of(context)}: give none, or the same"
+                )
+        return context, mesh if compared else None
     if mesh is None:
         traced = isinstance(q, jax.core.Tracer)
         sharding = jax.typeof(q).sharding if traced else getattr(q, "sharding", None)
-        lies_on = getattr(sharding, "mesh", None)
-        mesh = lies_on if lies_on is not None and seq_axis in lies_on.axis_names else None
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is None or mesh.empty or mesh.size == 1:
+            if jax.device_count() > 1:
+                announce("attention: no mesh is set, so nothing is split")
+            return None, None
     return mesh, mesh
 
 
@@ -202,12 +217,15 @@ def _splitting(
     made: tuple[str, ...],
     sizes: dict[str, int],
 ) -> tuple[str, ...]:
-    """The axes that split `count` of something: the first ones that divide it, of those made."""
-    used, ways = [], 1
+    """The axes that split `count` of something: the first ones that divide it, of those made.
+
+    The axes of the region around the call come first: it cuts what the call then cuts further.
+    """
+    used, ways = [axis for axis in axes if axis not in made], 1
     for axis in axes:
         if axis not in made:
-            used.append(axis)
-        elif count % (ways * sizes[axis]) == 0:
+            continue
+        if count % (ways * sizes[axis]) == 0:
             ways *= sizes[axis]
             used.append(axis)
         else:

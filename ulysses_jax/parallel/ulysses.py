@@ -111,17 +111,22 @@ def attend_in_region(
     plan = HeadPlan.of(heads, k_BtKD.shape[2], ways)
     halo = _halo(exchange, chunks, spec, plan, lengths, (rows, own, head_dim))
     if halo is not None:
-        return attend_with_halo(
-            q_BsHD,
-            k_BtKD,
-            v_BtKD,
-            spec,
-            halo,
-            local=local,
-            axis=axis,
-            scale=scale,
-            length=lengths[0],
-        )
+        try:
+            return attend_with_halo(
+                q_BsHD,
+                k_BtKD,
+                v_BtKD,
+                spec,
+                halo,
+                local=local,
+                axis=axis,
+                scale=scale,
+                length=lengths[0],
+            )
+        except NotImplementedError as refusal:
+            if exchange == "halo":
+                raise
+            announce(f"exchange: auto takes all-to-alls, for with a halo {refusal}")
     _report(plan)
     return attend_by_heads(
         q_BsHD,
