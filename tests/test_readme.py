@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,17 +22,12 @@ def _examples():
 
 def test_the_module_with_the_new_line_attends_as_without_it():
     example, _, _ = _examples()
-    names = {}
-    exec(example, names)
-    without = example.replace("attention_fn=make_attention_fn(),", "")
-    assert without != example
-    plain = {}
-    exec(without, plain)
+    plain = nn.MultiHeadDotProductAttention(num_heads=8)
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-    params = plain["attention"].init(jax.random.key(1), x)
-    np.testing.assert_allclose(
-        names["attention"].apply(params, x), plain["attention"].apply(params, x), atol=1e-5
-    )
+    names = {"x": x, "params": plain.init(jax.random.key(1), x)}
+    exec(example, names)
+    np.testing.assert_allclose(names["y"], plain.apply(names["params"], x), atol=1e-5)
+    assert len(names["y"].sharding.device_set) == 8
 
 
 def test_the_call_with_everything_equals_plain_attention():

@@ -47,7 +47,8 @@ def test_bytes_of_a_layer_equal_the_formula(heads, kv_heads, ways, query_slots, 
     together = own_tokens * D * (query_slots + 2 * kv_slots)
     # q, k and v together, and the output; forward and backward. With 8 slots each, and h the width
     # of all heads, the four forward ones are the 4Nh/P of the paper's table 1.
-    sent = Counter((c.kind, c.elements) for c in found if c.runs == 1)
+    assert all(c.runs == 1 for c in found)
+    sent = Counter((c.kind, c.elements) for c in found)
     assert sent == {("all-to-all", together): 2, ("all-to-all", own_tokens * D * query_slots): 2}
     if heads == kv_heads == query_slots:
         assert together + own_tokens * D * query_slots == 4 * B * S * heads * D // ways
@@ -102,6 +103,14 @@ def test_a_group_of_heads_waits_for_the_attention_two_groups_before_and_no_other
     assert [len(waits[name]) for name in there] == [0, 0, 1, 1]
     first, second, third, fourth = there
     assert {*waits[third], *waits[fourth]} == {first, second}
+
+
+def test_the_gradient_of_a_group_waits_for_that_of_the_group_two_after_and_no_other():
+    waits = _exchanges_before(_program(2, 8, 8, attention="reference", chunks=4))
+    # All that is exchanged back waits for the eight exchanges forward, and the gradients of q, k
+    # and v for one more: that of their own group's cotangent.
+    gradients = {name for name, before in waits.items() if len(before) > 8}
+    assert sorted(len(waits[name] & gradients) for name in gradients) == [0, 0, 1, 1]
 
 
 def test_no_group_of_heads_costs_more_to_move_than_all_together():

@@ -142,7 +142,8 @@ def ulysses_attention(
       dropout_rate: probability with which a softmax weight is dropped.
       dropout_rng: its key. Which weights are dropped depends on no mesh.
       attention: a name (see `attention_function`), or a function with the signature of
-        `jax.nn.dot_product_attention`, which is given what it has keywords for.
+        `jax.nn.dot_product_attention`, which is given what it has keywords for. Such a function
+        is compiled anew in every call outside `jax.jit`.
       return_lse: also return the log-sum-exp of the scaled scores before dropout.
       broadcast_dropout: all rows and heads drop the same weights, as Flax does by default.
       contiguous_segments: promises that no segment id comes back after another one in a row, which
@@ -154,7 +155,8 @@ def ulysses_attention(
 
     Returns:
       [B, S, H, D] in the dtype of q, and with `return_lse` [B, H, S] in float32. A query with
-      nothing to attend to gives 0 and −inf, and has no gradient.
+      nothing to attend to gives 0 and −inf, and has no gradient. Differentiable once, in reverse
+      mode.
 
     Raises:
       ValueError: shapes, axes or options do not fit, or an array was put on other devices.

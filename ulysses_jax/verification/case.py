@@ -39,7 +39,8 @@ class Case:
       param_shardings: a tree, or a prefix of one, of PartitionSpecs or shardings for `params`;
         None: whole on every device.
       tolerance: largest error of the loss, the outputs and each gradient, as a share of the
-        largest entry. 1e-5 is for float32; a bfloat16 model needs about 2e-2.
+        largest entry. 1e-5 is for float32; a bfloat16 model needs about 2e-2. A gradient that is
+        everywhere below 1% of the largest of all is held to that 1%: it may be rounding alone.
       probes: the (row, token) places to perturb; None: chosen at the borders of shards, inside
         one, at both ends and at the last segment.
 
@@ -179,6 +180,6 @@ class Case:
         if name not in self.inputs:
             raise ValueError(
                 f"{keyword} {name!r} is not in inputs, which has "
-                f"{', '.join(map(repr, self.inputs))}; name one of them"
+                f"{', '.join(map(repr, self.inputs)) or 'nothing'}; name one of its arrays"
             )
         return np.asarray(self.inputs[name])

@@ -52,13 +52,15 @@ def load_case(place: str) -> Case:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"model names the file {path}, which does not exist; {_HOW}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name that hides no module: the file may be called flax.py.
+    name = f"ulysses_jax_verified_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # As `python FILE.py` would: it may import what lies beside it.
     sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -40,7 +40,8 @@ def verify(
     None for the run on one device, which uses the first of `mesh`. Both runs are one compiled
     step of loss and gradients, with float32 matrix products of full precision. Checked are:
 
-    - the loss, the outputs and each gradient, to `tolerance` of the largest entry;
+    - the loss, the outputs and each gradient, to `tolerance` of the largest entry (of a gradient:
+      at least 1% of the largest of all);
     - leakage: one token is changed, and the outputs that change must be the same in both runs
       and none that the caller rules out: bit for bit, no other row, nothing before the token if
       `causal`, nothing of another id of `inputs[segments]`;
