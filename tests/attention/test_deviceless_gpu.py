@@ -52,6 +52,7 @@ def _program(
     kv_heads: int = HEADS,
     segments: bool = False,
     lse_used: bool = False,
+    rows: int = 1,
     **spec: Any,
 ) -> str:
     """The compiled forward and backward pass of one exchanged attention on 8 GPUs."""
@@ -82,11 +83,11 @@ def _program(
     )
     arguments = [
         jax.ShapeDtypeStruct(
-            (1, S, heads, HEAD_DIM), jnp.bfloat16, sharding=NamedSharding(mesh, split)
+            (rows, S, heads, HEAD_DIM), jnp.bfloat16, sharding=NamedSharding(mesh, split)
         )
         for heads in (HEADS, kv_heads, kv_heads)
     ]
-    ids = jax.ShapeDtypeStruct((1, S), np.int32, sharding=NamedSharding(mesh, whole))
+    ids = jax.ShapeDtypeStruct((rows, S), np.int32, sharding=NamedSharding(mesh, whole))
     return jax.jit(sharded).lower(*arguments, ids).compile().as_text()
 
 
@@ -156,3 +157,11 @@ def test_auto_takes_cudnn_and_for_packed_rows_another_kernel(
     said = capsys.readouterr().err
     assert "auto takes cudnn on gpu" in said
     assert "auto takes pallas on gpu\n  not cudnn: " in said
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_kernel_cuts_q_k_and_v_out_of_what_was_exchanged_and_puts_rows_in_order(rows):
+    program = _program("A100", attention_function("cudnn", "gpu"), rows=rows, causal=True)
+    entry = program[program.index("ENTRY") :]
+    between = entry[entry.index("all-to-all-done(") : entry.index("__cudnn$fmhaSoftmax")]
+    assert re.findall(r" (fusion|copy|transpose|slice|all-to-all)\(", between) == ["fusion"]
