@@ -4,6 +4,11 @@
 
 trains it on one device and on a mesh of four (simulated on CPUs, where there are no others), and
 prints both losses side by side. The model learns a text by heart.
+
+    python -m ulysses_jax verify --model examples/nnx_model.py:case \\
+        --mesh.data 2 --mesh.seq 4 --mesh.simulated_devices 8
+
+compares its loss, outputs and gradients on a mesh with those of one device.
 """
 
 import contextlib
@@ -99,6 +104,18 @@ def train(model, mesh: Mesh | None, steps: int = 5) -> tuple[list[float], int]:
         losses = compiled(params, batch)
     exchanges = [c.runs for c in collectives(compiled.as_text()) if c.kind == "all-to-all"]
     return losses.tolist(), sum(exchanges) // steps
+
+
+def case() -> ulysses_jax.Case:
+    """What `verify` runs, under `jax.set_mesh(mesh)`: the model has no need of its argument."""
+    graph, params = nnx.split(LanguageModel(nnx.Rngs(0)), nnx.Param)
+
+    def model_fn(params, inputs, mesh):
+        logits = nnx.merge(graph, params)(inputs["tokens"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, inputs["labels"])
+        return jnp.mean(losses), logits
+
+    return ulysses_jax.Case(model_fn=model_fn, inputs=make_batch(), params=params, causal=True)
 
 
 def main() -> tuple[list[float], list[float]]:

@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ulysses_jax import make_mesh
+from ulysses_jax.verification.command import load_case
+from ulysses_jax.verification.verify import verify_case
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CHANGED = "the one changed line"
 
@@ -35,3 +39,8 @@ def test_an_example_has_the_same_losses_on_one_device_and_on_its_mesh(name, caps
     _run(ordinary)
     assert "attention_fn" in line
     assert "attention_fn" not in ordinary
+
+
+def test_the_case_of_an_example_is_verified():
+    report = verify_case(load_case(f"{EXAMPLES / 'nnx_model.py'}:case"), make_mesh(2, 4))
+    report.require()

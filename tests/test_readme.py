@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from ulysses_jax import AttentionSpec, Dropout, make_mesh, ulysses_attention
+from ulysses_jax import AttentionSpec, Dropout, make_attention_fn, make_mesh, ulysses_attention
 from ulysses_jax.attention import reference
 from ulysses_jax.attention.block_layout import bigbird
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
-def _examples():
-    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def _examples(page="README.md"):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_module_with_the_new_line_attends_as_without_it():
@@ -66,21 +68,51 @@ def test_the_call_with_everything_equals_plain_attention():
 def test_the_model_is_verified(local_positions):
     _, _, example = _examples()
 
-    def apply(params, tokens, mesh):
-        x = params[tokens]
-        place = jnp.arange(tokens.shape[1])
-        if local_positions and mesh is not None:
-            place %= tokens.shape[1] // mesh.shape["seq"]
-        q = x[:, :, None] * jnp.cos(place)[None, :, None, None]
-        return ulysses_attention(q, q, q, mesh, is_causal=True, attention="reference")[:, :, 0]
+    class Model:
+        def apply(self, params, tokens):
+            x = params[tokens]
+            place = jnp.arange(tokens.shape[1])
+            mesh = jax.sharding.get_abstract_mesh()
+            if local_positions and not mesh.empty:
+                place %= tokens.shape[1] // mesh.shape["seq"]
+            q = x[:, :, None] * jnp.cos(place)[None, :, None, None]
+            return ulysses_attention(q, q, q, is_causal=True, attention="reference")[:, :, 0]
 
     tokens = np.arange(16).reshape(2, 8)
     names = {
-        "apply": apply,
+        "model": Model(),
         "loss": lambda logits, labels: jnp.mean((logits - labels[..., None]) ** 2),
         "inputs": {"tokens": tokens, "labels": tokens / 16},
         "params": jax.random.normal(jax.random.key(0), (16, 4)),
-        "make_mesh": make_mesh,
     }
     exec(example, names)
     assert names["report"].passed is not local_positions
+
+
+def test_modules_take_the_padding_and_packing_of_a_batch():
+    (example,) = _examples("docs/layer.md")
+    x, lengths = jax.random.normal(jax.random.key(0), (2, 6, 32)), jnp.array([6, 4])
+    names = {"jnp": jnp, "nn": nn, "nnx": nnx, "make_attention_fn": make_attention_fn}
+    names |= {"x": x, "lengths": lengths}
+    exec(example, names)
+    linen, of_nnx, keys, packed = (names[n] for n in ("linen", "of_nnx", "keys", "Packed"))
+    ids = jnp.array([[0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 0, 0]])
+    params, of_packed = linen.init(jax.random.key(1), x), packed().init(jax.random.key(1), x, ids)
+    with jax.set_mesh(make_mesh(2, 4)):
+        found = (
+            jax.jit(linen.apply)(params, x, mask=keys),
+            nnx.jit(lambda module, x, keys: module(x, mask=keys))(of_nnx, x, keys),
+            jax.jit(packed().apply)(of_packed, x, ids),
+        )
+    causal = nn.make_causal_mask(x[..., 0])
+    (inner,) = of_packed["params"].values()
+    plain = nn.MultiHeadDotProductAttention(num_heads=8)
+    expected = (
+        plain.apply(params, x, mask=causal * keys),
+        nnx.MultiHeadAttention(8, 32, decode=False, rngs=nnx.Rngs(0))(x, mask=causal * keys),
+        plain.apply(
+            {"params": inner}, x, mask=causal * nn.make_attention_mask(ids, ids, jnp.equal)
+        ),
+    )
+    for out, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(out, wanted, atol=1e-5)

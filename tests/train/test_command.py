@@ -205,7 +205,8 @@ def test_sequence_parallelism_on_one_device_is_refused(start, ended, tiny_run, t
     assert (code, printed) == (2, "")
     assert errors == (
         "error: mesh.data × mesh.seq = 1 × 2 = 2 devices, but there is 1; use a smaller mesh, or "
-        "simulate on CPU with mesh.simulated_devices = 2\n"
+        "simulate on CPU with mesh.simulated_devices = 2, in Python "
+        "jax.config.update('jax_num_cpu_devices', 2) before JAX is first used\n"
     )
 
 

@@ -50,7 +50,8 @@ def make_mesh(data: int, seq: int, devices: Sequence[jax.Device] | None = None) 
         raise ValueError(
             f"mesh.data × mesh.seq = {data} × {seq} = {needed} devices, but there "
             f"{'is' if count == 1 else 'are'} {count}; use a smaller mesh, or simulate on CPU "
-            f"with mesh.simulated_devices = {needed}"
+            f"with mesh.simulated_devices = {needed}, in Python "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX is first used"
         )
     used = found[:needed]
     if {d.process_index for d in used} != {d.process_index for d in found}:

@@ -181,7 +181,10 @@ def _mesh(
 ) -> tuple[Mesh | AbstractMesh | None, Mesh | AbstractMesh | None]:
     """The mesh as it is seen here, and what `shard_map` must be told of it."""
     if not isinstance(mesh, Mesh | AbstractMesh | None):
-        raise ValueError(f"mesh is {mesh!r}: use a jax.sharding.Mesh, or None")
+        found = f"{mesh.dtype}{list(mesh.shape)}" if hasattr(mesh, "dtype") else repr(mesh)
+        raise ValueError(
+            f"mesh is {found}: use a jax.sharding.Mesh, or None, and give mask and bias by name"
+        )
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         # JAX compares the devices of a mesh that it is given, but takes none within a region.

@@ -22,7 +22,7 @@ class MeshConfig:
     data: int = -1
     """Devices that share the sequences of a batch (count; -1: all that mesh.seq leaves)."""
     seq: int = 1
-    """Devices that share each sequence (count); must divide train.seq_len.
+    """Devices that share each sequence (count); in training it must divide train.seq_len.
 
     Heads that it does not divide are padded, or repeated: the plan says by how much.
     """

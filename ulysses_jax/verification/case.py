@@ -25,7 +25,9 @@ class Case:
 
     Attributes:
       model_fn: `model_fn(params, inputs, mesh)` returns (loss, outputs): a scalar, and
-        [B, S, ...]. It is traced with mesh=None for one device and with the mesh for the others.
+        [B, S, ...]. It is traced within `jax.jit`, with mesh=None for one device, and with the
+        mesh under `jax.set_mesh(mesh)`: a model that finds the mesh there has no need of the
+        argument, and none may set one itself.
       inputs: arrays by name; those of [B, S, ...] are split over the batch and sequence axes where
         these divide them, those of [B] over the batch axes, all others are whole on every device.
       params: a tree of arrays.

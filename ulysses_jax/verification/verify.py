@@ -37,7 +37,8 @@ def verify(
     """Runs a model on one device and on `mesh`, and says whether the two are the same.
 
     `model_fn(params, inputs, mesh)` returns (loss, outputs), a scalar and [B, S, ...]; mesh is
-    None for the run on one device, which uses the first of `mesh`. Both runs are one compiled
+    None for the run on one device, which uses the first of `mesh`. The other is traced under
+    `jax.set_mesh(mesh)`, so that a Flax model may ignore the argument. Both runs are one compiled
     step of loss and gradients, with float32 matrix products of full precision. Checked are:
 
     - the loss, the outputs and each gradient, to `tolerance` of the largest entry (of a gradient:
