@@ -61,11 +61,31 @@ def test_no_device_computes_more_than_an_even_share_rounded_up(shape):
         (3, 3, 8, 1, 1),
         (8, 4, 4, 2, 1),
         (12, 4, 6, 2, 2),
+        (21, 7, 5, 5, 2),
+        (18, 6, 4, 5, 2),
+        (45, 9, 4, 12, 3),
     ],
 )
 def test_only_the_key_value_heads_that_a_device_needs_are_sent(heads, kv_heads, ways, own, own_kv):
     plan = HeadPlan.of(heads, kv_heads, ways)
     assert (plan.own_heads, plan.own_kv_heads) == (own, own_kv)
+
+
+@many
+@given(shapes)
+def test_no_plan_with_an_even_share_sends_fewer_key_value_heads(shape):
+    kv_heads, queries, ways = shape
+    plan = HeadPlan.of(kv_heads * queries, kv_heads, ways)
+    # The furthest head that so many devices can reach, if none is sent as many.
+    reached = {0}
+    for _ in range(ways):
+        reached = {
+            stop
+            for start in reached
+            for stop in range(start, min(start + plan.own_heads, plan.heads) + 1)
+            if stop == start or (stop - 1) // queries - start // queries + 1 < plan.own_kv_heads
+        }
+    assert plan.heads not in reached
 
 
 def test_more_devices_than_key_value_heads_move_less_each_as_they_grow():

@@ -11,22 +11,18 @@ from jaxtyping import Array, Shaped
 class HeadPlan:
     """Heads of one attention call spread over the `ways` devices of a sequence group.
 
-    Each device computes `own_heads` query heads that follow one another, and is sent the
-    `own_kv_heads` key/value heads they use (query head j uses j // (heads / kv_heads)). What is
-    sent is a row of slots, device by device: `query_slots` and `kv_slots` make it. Where the
-    devices do not divide the heads, some query slots are padding: zeros that are computed and
-    dropped. Where there are more devices than key/value heads, these are sent more than once, each
-    device getting only those it needs.
+    Each device computes `own_heads` query heads that follow one another, and is sent
+    `own_kv_heads` key/value heads that follow one another, those they use among them (query head j
+    uses j // (heads / kv_heads)). What is sent is a row of slots, device by device: `query_slots`
+    and `kv_slots` make it. Where the devices do not divide the heads, some slots are padding: zeros
+    that are computed and dropped. A key/value head that several devices use is sent to each.
 
     Attributes:
       heads: query heads H of the model.
       kv_heads: key/value heads K.
       ways: P, the size of the sequence axis.
       own_heads: query slots of each device.
-      groups: how many parts of equal size the query heads are padded in: each key/value head's
-        queries alone (K), or all together (1).
-      starts: the first query head of each device. An idle one starts at `heads`.
-      stops: one past the last query head of each device.
+      cuts: the first query head of each device, and H. An idle device starts at H.
 
     Example:
       >>> plan = HeadPlan.of(heads=28, kv_heads=4, ways=8)
@@ -41,17 +37,15 @@ class HeadPlan:
     kv_heads: int
     ways: int
     own_heads: int
-    groups: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    cuts: tuple[int, ...]
 
     @classmethod
     @cache
     def of(cls, heads: int, kv_heads: int, ways: int) -> "HeadPlan":
         """The plan for H query and K key/value heads on `ways` devices.
 
-        Of three ways to spread them (whole groups, in order, each group apart) the one with the
-        fewest query slots; of these the one that sends the fewest key/value heads.
+        No device computes more than ceil(H / P) heads, and of the plans in which none does this
+        one sends the fewest key/value heads.
 
         Raises:
           ValueError: H is not a multiple of K.
@@ -61,36 +55,30 @@ class HeadPlan:
                 f"{heads} query heads are not a multiple of {kv_heads} key/value heads: give every "
                 "key/value head the same number of query heads"
             )
-        whole_groups = -(-kv_heads // ways) * (heads // kv_heads)
-        plans = [cls._in_order(heads, kv_heads, ways, n) for n in (whole_groups, -(-heads // ways))]
-        if kv_heads < min(ways, heads):
-            plans.insert(0, cls._by_group(heads, kv_heads, ways))
-        return min(plans, key=lambda p: (p.own_heads, p.own_kv_heads, p.own_heads // p.sharing))
+        own, queries = -(-heads // ways), heads // kv_heads
+        for own_kv in range(1, kv_heads + 1):
+            # Each device takes what it may: if the heads are not used up then, they cannot be.
+            cuts = [0]
+            for _ in range(ways):
+                last = (cuts[-1] // queries + own_kv) * queries
+                cuts.append(min(heads, cuts[-1] + own, last))
+            if cuts[-1] == heads:
+                break
+        return cls(heads, kv_heads, ways, own, tuple(cuts))
 
-    @classmethod
-    def _in_order(cls, heads: int, kv_heads: int, ways: int, own: int) -> "HeadPlan":
-        starts = tuple(min(heads, i * own) for i in range(ways))
-        stops = tuple(min(heads, start + own) for start in starts)
-        return cls(heads, kv_heads, ways, own, 1, starts, stops)
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first query head of each device."""
+        return self.cuts[:-1]
 
-    @classmethod
-    def _by_group(cls, heads: int, kv_heads: int, ways: int) -> "HeadPlan":
-        """Every device has queries of one key/value head only."""
-        queries, devices = heads // kv_heads, ways // kv_heads
-        own = -(-queries // devices)
-        starts, stops = [heads] * ways, [heads] * ways
-        for i in range(kv_heads * devices):
-            group, part = divmod(i, devices)
-            start, stop = group * queries + part * own, (group + 1) * queries
-            starts[i], stops[i] = min(start, stop), min(start + own, stop)
-        return cls(heads, kv_heads, ways, own, kv_heads, tuple(starts), tuple(stops))
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """One past the last query head of each device."""
+        return self.cuts[1:]
 
     @cached_property
     def kv_starts(self) -> tuple[int, ...]:
         """The first key/value head that each device is sent; padding from `kv_heads` on."""
-        if self.groups > 1:
-            devices = self.ways // self.kv_heads
-            return tuple(min(i // devices, self.kv_heads - 1) for i in range(self.ways))
         if self._kv_in_order:
             return tuple(i * self.own_kv_heads for i in range(self.ways))
         queries = self.heads // self.kv_heads
@@ -151,31 +139,49 @@ class HeadPlan:
         # What an idle device computes is dropped: it may as well do as the others.
         return tuple(rows) if len(set(busy)) > 1 else (busy[0],) * self.ways
 
+    @cached_property
+    def _runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(first, stop, padding): heads that follow one another, and empty slots after them."""
+        runs: list[tuple[int, int, int]] = []
+        first = 0
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            padding = self.own_heads - (stop - start)
+            if padding and first == stop and runs:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + padding)
+            elif padding:
+                runs.append((first, stop, padding))
+                first = stop
+        if first < self.heads:
+            runs.append((first, self.heads, 0))
+        return tuple(runs)
+
+    # Slices, whose transposes are sums: what a gather would scatter, GPUs add up in any order.
+
     def query_slots(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """`x` with its H heads, along `axis`, put into ways × own_heads slots, zeros where none."""
-        if self.groups > 1:
-            x = _split(x, axis, self.groups)
-            x = _pad(x, axis + 1, self.ways // self.groups * self.own_heads)
-            x = _merge(x, axis)
-        return _pad(x, axis, self.ways * self.own_heads)
+        parts = [
+            _pad(_cut(x, axis, first, stop), axis, stop - first + padding)
+            for first, stop, padding in self._runs
+        ]
+        return _joined(parts, axis)
 
     def from_query_slots(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """The inverse of `query_slots`: drops what is padding."""
-        if self.groups > 1:
-            each = self.ways // self.groups * self.own_heads
-            x = _split(_first(x, axis, self.groups * each), axis, self.groups)
-            return _merge(_first(x, axis + 1, self.heads // self.groups), axis)
-        return _first(x, axis, self.heads)
+        parts, slot = [], 0
+        for first, stop, padding in self._runs:
+            parts.append(_cut(x, axis, slot, slot + stop - first))
+            slot += stop - first + padding
+        return _joined(parts, axis)
 
     def kv_slots(self, x_BtKD: Shaped[Array, "B t K D"]) -> Shaped[Array, "B t slots D"]:
         """The key/value heads in ways × own_kv_heads slots, repeated as the devices need them."""
         own = self.own_kv_heads
-        if self.groups > 1:
-            return _pad(jnp.repeat(x_BtKD, self.ways // self.kv_heads, axis=2), 2, self.ways)
         if self._kv_in_order:
             return _pad(x_BtKD, 2, self.ways * own)
-        # Slices, whose transposes are sums: what a gather would scatter, GPUs add up in any order.
-        return jnp.concatenate([x_BtKD[:, :, kv : kv + own] for kv in self.kv_starts], axis=2)
+        each, uneven = divmod(self.ways, self.kv_heads)
+        if not uneven and self.kv_starts == tuple(i // each for i in range(self.ways)):
+            return jnp.repeat(x_BtKD, each, axis=2)
+        return _joined([_cut(x_BtKD, 2, kv, kv + own) for kv in self.kv_starts], 2)
 
     @property
     def waste(self) -> float:
@@ -203,12 +209,10 @@ class HeadPlan:
         return "; ".join(parts)
 
 
-def _split(x: Array, axis: int, parts: int) -> Array:
-    return x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
-
-
-def _merge(x: Array, axis: int) -> Array:
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+def _cut(x: Array, axis: int, first: int, stop: int) -> Array:
+    if (first, stop) == (0, x.shape[axis]):
+        return x
+    return x[(slice(None),) * axis + (slice(first, stop),)]
 
 
 def _pad(x: Array, axis: int, length: int) -> Array:
@@ -219,5 +223,5 @@ def _pad(x: Array, axis: int, length: int) -> Array:
     return jnp.pad(x, widths)
 
 
-def _first(x: Array, axis: int, length: int) -> Array:
-    return x if x.shape[axis] == length else x[(slice(None),) * axis + (slice(length),)]
+def _joined(parts: list[Array], axis: int) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
